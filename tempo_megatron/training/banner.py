@@ -1,23 +1,28 @@
-"""Writes the banner that a run prints when it starts."""
+"""Says what a run is when it starts: its banner, its checkpoint, its record in the metrics."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tempo_megatron.cluster.installation import describe_implementation
 from tempo_megatron.cluster.versions import find_version
 from tempo_megatron.extras import is_installed
-from tempo_megatron.memory.live.aside import RunPlan
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.choose import Choices
-from tempo_megatron.slots.offload import Offloading
-from tempo_megatron.slots.report import TempoReport
-from tempo_megatron.training.run.deepspeed_config import offloads_optimizer, read_zero_stage
+from tempo_megatron.training.checkpoint_files.folder import LATEST
+from tempo_megatron.training.job import Job
+from tempo_megatron.training.model import describe_activation
+from tempo_megatron.training.run.deepspeed_config import offloads_optimizer
+from tempo_megatron.training.run.resume import describe_changes
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.words.deepspeed_json import find_unknown_keys
 
@@ -32,62 +37,89 @@ def find_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **versions, **optional}
 
 
-def write_banner(
-    run: RunConfig,
-    choices: Choices,
-    tempo_report: TempoReport,
-    *,
-    launcher: str,
-    device: torch.device,
-    padded_vocab_size: int,
-    parameters: int,
-    optimizer_name: str,
-    settings: Mapping[str, Any],
-    activation: str,
-    plan: RunPlan | None = None,
-    offloading: Offloading | None = None,
-) -> str:
-    """Returns one line per subject, from the packages to Tempo.
+def announce(job: Job) -> None:
+    """Logs the banner, what the run goes on from and what has changed since, and the record of the run."""
+    run, saved, say = job.run, job.saved, job.log.say
+    say(write_banner(job))
+    if saved is not None:
+        for damage in _set_aside(job, saved):
+            say(damage)
+        named = "" if saved["named"] else f", the newest checkpoint there: no file {LATEST} names one"
+        say(f"going on after step {job.progress.iteration} of {run.load}{named}")
+        if run.pretrained_checkpoint:
+            say(f"the weights are that step's, and no longer those of {run.pretrained_checkpoint}")
+        if job.progress.iteration == run.train_iters and not run.eval_only:
+            say(f"none of the {run.train_iters} steps is left to train; raise --train-iters for more")
+        for line in describe_changes(saved, job.settings):
+            say(line)
+    elif run.load:
+        say(f"{run.load} holds no checkpoint yet; starting anew")
+    job.log.record(
+        "run",
+        after_iteration=job.progress.iteration,
+        versions=find_versions(),
+        device=job.device.type,
+        world_size=run.world_size,
+        parameters=job.parameters,
+        tempo=dataclasses.asdict(run.tempo),
+        plan=job.plan and job.plan.as_record(),
+        slots=job.tempo_report.as_dict()["slots"],
+        settings=job.engine.read_settings(),
+        **job.description,
+    )
 
-    Args:
-        run: with the values of `choices` in place of "auto".
-        choices: these values, and why one is not the first choice.
-        tempo_report: which of the model's slots Tempo fills.
-        launcher: name of the program that started the ranks.
-        device: of this rank.
-        padded_vocab_size: rows of the embedding.
-        parameters: of the whole model.
-        optimizer_name: class of DeepSpeed's optimizer.
-        settings: of the optimizer, read from it.
-        activation: name and form of the MLP's activation.
-        plan: of the run's memory budget.
-        offloading: of this rank's layers.
-    """
+
+def _set_aside(job: Job, saved: dict[str, Any]) -> Iterator[str]:
+    """Renames the newer checkpoints that were not whole, if this run saves there; yields a sentence for each."""
+    passed_over, renamed, folder = saved["passed_over"], [], job.save_folder
+    saves_there = folder is not None and folder.path.resolve() == Path(str(job.run.load)).resolve()
+    if passed_over and saves_there and dist.get_rank() == 0:
+        assert folder is not None
+        renamed = folder.set_aside(passed_over, saved["checkpoint"])
+    for name, (_, reason) in itertools.zip_longest(renamed, passed_over.items()):
+        yield f"{reason}{f'; it is called {name} now' if name else ''}; the checkpoint before it is taken"
+
+
+def write_banner(job: Job) -> str:
+    """Returns one line per subject, from the packages to Tempo."""
+    run, device, settings = job.run, job.device, job.engine.read_settings()
+    activation = describe_activation(run.model, job.description["gelu_form"])
     tp, dp = run.tensor_model_parallel_size, run.data_parallel_size
-    parallel = f"TP {tp}{' + SP' if run.sequence_parallel else ''}, {_describe_pipeline(run)}DP {dp}"
+    parallel = f"TP {tp}{' + SP' if run.sequence_parallel else ''}, "
+    if run.pipeline_model_parallel_size > 1:
+        chunks = f" x {run.num_chunks} chunks" if run.num_chunks > 1 else ""
+        parallel += f"PP {run.pipeline_model_parallel_size}{chunks}, "
+    ramp = ""
+    if run.rampup_batch_size is not None:
+        start, increment, samples = run.rampup_batch_size
+        ramp = f"; {start} at first, {increment} more at a time over {samples} samples"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
+    accumulated = run.deepspeed.get("data_types", {}).get("grad_accum_dtype") or run.precision
+    offload = ", optimizer offloaded" if offloads_optimizer(run.deepspeed) else ""
     rows = {
         "packages": ", ".join(f"{name} {version}" for name, version in find_versions().items()),
-        "layout": f"{run.world_size} x {name} by {launcher}: {parallel}",
-        "model": f"{parameters:,} parameters, {run.model.summarize()}, vocabulary {padded_vocab_size}, {activation}",
+        "layout": f"{run.world_size} x {name} by {job.launcher}: {parallel}DP {dp}",
+        "model": f"{job.parameters:,} parameters, {run.model.summarize()}, vocabulary {job.vocabulary.padded_size}, "
+        f"{activation}",
         "dropout": f"attention {run.model.attention_dropout:g}, hidden {run.model.hidden_dropout:g}",
         "batch": f"global {run.global_batch_size} = micro {run.micro_batch_size} x DP {dp} x "
-        f"{run.num_micro_batches} accumulated{_describe_batch_ramp(run)}",
-        "deepspeed": _describe_deepspeed(run, optimizer_name),
+        f"{run.num_micro_batches} accumulated{ramp}",
+        "deepspeed": f"{run.deepspeed_config}: ZeRO {job.engine.zero_stage}, {run.precision}, "
+        f"gradients accumulated in {accumulated}, {job.engine.optimizer_name}{offload}",
         "optimizer": f"AdamW, betas {' '.join(f'{beta:g}' for beta in settings['adam_betas'])}, "
         f"eps {settings['adam_eps']:g}, weight decay {settings['weight_decay']:g}, clipping {settings['clip_grad']:g}",
         "schedule": _describe_schedule(run),
         "recompute": _describe_recomputation(run),
         "data": " ".join(run.data_path),
-        "tempo": _describe_tempo(run, choices),
+        "tempo": _describe_tempo(run, job.choices),
     }
-    if offloading is not None and offloading.num_layers:
-        rows["offload"] = offloading.describe()
-    if plan is not None:
-        rows["plan"] = plan.describe()
-    if not run.tempo.is_off or choices.reasons:
-        rows["replaced"] = tempo_report.describe_counts()
-        rows["left"] = "\n".join(tempo_report.describe_left()) or "nothing"
+    if job.offloading.num_layers:
+        rows["offload"] = job.offloading.describe()
+    if job.plan is not None:
+        rows["plan"] = job.plan.describe()
+    if not run.tempo.is_off or job.choices.reasons:
+        rows["replaced"] = job.tempo_report.describe_counts()
+        rows["left"] = "\n".join(job.tempo_report.describe_left()) or "nothing"
     for operation in OPERATIONS.values():
         values = sorted(run.tempo.values_of(operation.name) - {"off"})
         if operation.has_banner_line and values:
@@ -101,40 +133,13 @@ def write_banner(
     return "\n".join(f"{name:<{width}}  {indent.join(text.splitlines())}" for name, text in rows.items())
 
 
-def _describe_deepspeed(run: RunConfig, optimizer_name: str) -> str:
-    config = run.deepspeed
-    accumulated = config.get("data_types", {}).get("grad_accum_dtype") or run.precision
-    offload = ", optimizer offloaded" if offloads_optimizer(config) else ""
-    return (
-        f"{run.deepspeed_config}: ZeRO {read_zero_stage(config)}, {run.precision}, "
-        f"gradients accumulated in {accumulated}, {optimizer_name}{offload}"
-    )
-
-
-def _describe_pipeline(run: RunConfig) -> str:
-    if run.pipeline_model_parallel_size == 1:
-        return ""
-    chunks = f" x {run.num_chunks} chunks" if run.num_chunks > 1 else ""
-    return f"PP {run.pipeline_model_parallel_size}{chunks}, "
-
-
-def _describe_batch_ramp(run: RunConfig) -> str:
-    if run.rampup_batch_size is None:
-        return ""
-    start, increment, samples = run.rampup_batch_size
-    return f"; {start} at first, {increment} more at a time over {samples} samples"
-
-
 def _describe_schedule(run: RunConfig) -> str:
     decay = "" if run.lr_decay_style == "constant" else f" to {run.min_lr:g} at step {run.lr_decay_iters}"
-    if run.lr_decay_style == "WSD":
-        assert run.lr_wsd_decay_iters is not None
+    then = f"then {run.lr_decay_style}{decay}"
+    if run.lr_wsd_decay_iters is not None:
         stable = run.lr_decay_iters - run.lr_wsd_decay_iters
-        return (
-            f"learning rate {run.lr:g}, warm-up {run.lr_warmup_iters} steps, stable to step {stable}, then "
-            f"{run.lr_wsd_decay_style}{decay}"
-        )
-    return f"learning rate {run.lr:g}, warm-up {run.lr_warmup_iters} steps, then {run.lr_decay_style}{decay}"
+        then = f"stable to step {stable}, then {run.lr_wsd_decay_style}{decay}"
+    return f"learning rate {run.lr:g}, warm-up {run.lr_warmup_iters} steps, {then}"
 
 
 def _describe_recomputation(run: RunConfig) -> str:
@@ -146,11 +151,10 @@ def _describe_recomputation(run: RunConfig) -> str:
 
 
 def _describe_tempo(run: RunConfig, choices: Choices) -> str:
+    def write(value: Any) -> str:
+        return json.dumps(value, default=dict) if isinstance(value, Mapping) else str(value).lower()
+
     block = run.deepspeed.get("tempo")
-    said = "none" if block is None else " ".join(f"{key}={_write_value(value)}" for key, value in block.items())
+    said = "none" if block is None else " ".join(f"{key}={write(value)}" for key, value in block.items())
     rest = "; what they leave out: the checkpoint" if run.sample_parts else ""
     return f"{choices.describe()} (arguments: {run.tempo_arguments}; block: {said}{rest})"
-
-
-def _write_value(value: Any) -> str:
-    return json.dumps(value, default=dict) if isinstance(value, Mapping) else str(value).lower()

@@ -1,6 +1,7 @@
 """Saves and resumes a whole run: model, optimizer, schedule, data position, random states.
 
-A description of the run is saved beside them, and a run goes on only from a checkpoint whose description fits it.
+A description of the run is saved beside them, and a run goes on only from a checkpoint whose description fits it. It
+may have another layout: another tensor, pipeline or data parallel size, another ZeRO stage.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -29,16 +31,19 @@ from tempo_megatron.training.checkpoint_files.integrity import (
     FORMAT,
     Files,
     describe_files,
+    describe_layout,
     write_description,
 )
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
-from tempo_megatron.training.engine import Engine
-from tempo_megatron.training.resharding import describe_rank, load_resharded, load_weights
+from tempo_megatron.training.checkpoint_files.sharding import MOMENTS, Fragment, Partition, get_partition
+from tempo_megatron.training.engine import Engine, take_scale
+from tempo_megatron.training.ranks import gather, raise_on_all_ranks
 from tempo_megatron.training.run.deepspeed_config import read_offload_device
 from tempo_megatron.training.run.resume import REMEDIES, describe_conflict
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.task import Vocabulary
-from tempo_megatron.training.watch.agreement import gather, raise_on_all_ranks
+
+_SECONDS_BETWEEN_LINES = 10
 
 
 @dataclasses.dataclass(slots=True)
@@ -52,14 +57,9 @@ class Progress:
 class Checkpoints:
     """Saves to `--save` and resumes from `--load`, on every rank at once.
 
-    Args:
-        run: says where to save and load, and how many checkpoints to keep.
-        engine: holds the state.
-        settings: fields of the run as the user gave it, before anything was planned for it.
-        description: describe_run of this run.
-        sample_parts: of its datasets, the order of the samples.
-
-    `last_saved` is the newest step of this run in --save, or the one that is being written there with --async-save.
+    `settings` are the fields of the run as the user gave it, before anything was planned for it, `description` is
+    describe_run's, and `sample_parts` are those of its datasets. `last_saved` is the newest step of this run in --save,
+    or the one that is being written there with --async-save.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Checkpoints:
         Raises ValueError on every rank if one cannot write it, for example on a full disk. The checkpoint before stays
         the latest, and the unfinished one is removed.
         """
-        assert self.run.save is not None and self._unfinished is None
-        folder = CheckpointFolder(self.run.save)
-        self._raise_everywhere(progress, try_to_write(folder.begin, progress.iteration) if self.rank == 0 else None)
-        unfinished = folder.path / name_unfinished(progress.iteration)
-        self._raise_everywhere(progress, self._write(unfinished, progress))
+        assert self._unfinished is None
+        folder, unfinished = self._find_place(progress)
+        self._try_everywhere(progress, self.rank == 0, folder.begin, progress.iteration)
+        self._write(unfinished, progress)
+        self._raise_everywhere(progress, self.engine.files.take_failure())
         written = self._writer.submit(_write_and_describe, unfinished, self.engine.files.take_writer())
         self._unfinished = (dataclasses.replace(progress), written)
         self.last_saved = progress.iteration
@@ -106,16 +106,21 @@ class Checkpoints:
         if not waits and not all(gather(written.done())):
             return None
         self._unfinished = None
-        assert self.run.save is not None
-        folder = CheckpointFolder(self.run.save)
-        unfinished = folder.path / name_unfinished(progress.iteration)
-        self._raise_everywhere(progress, try_to_write(self._describe, unfinished, progress, written.result()))
-        flushes = int(os.environ["LOCAL_RANK"]) == 0
-        self._raise_everywhere(progress, try_to_write(flush_all_to_disk, unfinished) if flushes else None)
-        self._raise_everywhere(progress, try_to_write(folder.commit, progress.iteration) if self.rank == 0 else None)
+        folder, unfinished = self._find_place(progress)
+        self._try_everywhere(progress, True, self._describe, unfinished, progress, written.result())
+        self._try_everywhere(progress, os.environ["LOCAL_RANK"] == "0", flush_all_to_disk, unfinished)
+        self._try_everywhere(progress, self.rank == 0, folder.commit, progress.iteration)
         if self.rank == 0 and self.run.keep_checkpoints:
             folder.remove_older_than_newest(self.run.keep_checkpoints)
         return progress.iteration
+
+    def _find_place(self, progress: Progress) -> tuple[CheckpointFolder, Path]:
+        """Returns the folder of --save, and the one in it that a checkpoint has while it is written."""
+        folder = CheckpointFolder(str(self.run.save))
+        return folder, folder.path / name_unfinished(progress.iteration)
+
+    def _try_everywhere(self, progress: Progress, is_this_ranks: bool, write: Callable[..., Any], *args: Any) -> None:
+        self._raise_everywhere(progress, try_to_write(write, *args) if is_this_ranks else None)
 
     def _raise_everywhere(self, progress: Progress, reason: str | None) -> None:
         """Waits until every rank is as far as this one. If one has a reason to give up, cleans up and raises."""
@@ -127,17 +132,21 @@ class Checkpoints:
             raise_on_all_ranks(sentence)
         except ValueError:
             if self.rank == 0:
-                assert self.run.save is not None
                 with contextlib.suppress(OSError):
-                    CheckpointFolder(self.run.save).remove_unfinished()
+                    self._find_place(progress)[0].remove_unfinished()
             raise
 
-    def _write(self, unfinished: Path, progress: Progress) -> str | None:
+    def _write(self, unfinished: Path, progress: Progress) -> None:
         self.engine.files.take_writer()
         self.engine.deepspeed.save_checkpoint(str(unfinished.parent), tag=unfinished.name, save_latest=False)
         path = unfinished / name_rank_file(self.rank)
-        self.engine.files.save(self._collect_rank_state(progress), str(path))
-        return self.engine.files.take_failure()
+        state = {
+            "progress": dataclasses.asdict(progress),
+            "scheduler": self.engine.scheduler.state_dict(),
+            "rng": get_rng_state(self.run.on_gpu),
+            "layout": describe_rank(self.engine),
+        }
+        self.engine.files.save(state, str(path))
 
     def _describe(self, unfinished: Path, progress: Progress, own: Files | str) -> None:
         """Writes the description on rank 0, with the checksums of the files that every rank wrote.
@@ -149,12 +158,8 @@ class Checkpoints:
             raise OSError(reasons[0])
         if self.rank != 0:
             return
-        content = {
-            **self.description,
-            **dataclasses.asdict(progress),
-            "settings": self.settings,
-            "sample_parts": self.sample_parts,
-        }
+        content = {**self.description, **dataclasses.asdict(progress)}
+        content |= {"settings": self.settings, "sample_parts": self.sample_parts}
         write_description(unfinished, content, {name: entry for found in files for name, entry in found.items()})
 
     def load(self, saved: Mapping[str, Any]) -> Progress:
@@ -165,8 +170,11 @@ class Checkpoints:
         assert self.run.load is not None
         check_same_run(saved, self.description, self.run.load)
         checkpoint = Path(self.run.load) / saved["checkpoint"]
-        other_layout = has_other_layout(saved, self.description) or self._is_divided_otherwise(checkpoint)
-        state = self._reshard(checkpoint, saved) if other_layout else self._load_as_saved(checkpoint)
+        state: dict[str, Any] | None = None
+        if all(saved[name] == self.description[name] for name in _LAYOUT):
+            state = self._load_as_saved(checkpoint)
+        if state is None:
+            state = self._reshard(checkpoint, saved)
         self.engine.scheduler.load_state_dict(state["scheduler"])
         progress = Progress(**state["progress"])
         assert progress.iteration == parse_iteration(saved["checkpoint"])
@@ -174,15 +182,15 @@ class Checkpoints:
             self.last_saved = progress.iteration
         return progress
 
-    def _is_divided_otherwise(self, checkpoint: Path) -> bool:
-        """Whether ZeRO divided the weights otherwise in the same layout, as its round robin does."""
-        saved = read_tensors(checkpoint / name_rank_file(self.rank))["layout"]
-        return any(gather(saved["fragments"] != describe_rank(self.engine)["fragments"]))
+    def _load_as_saved(self, checkpoint: Path) -> dict[str, Any] | None:
+        """Lets DeepSpeed load what the same layout saved; returns this rank's own state.
 
-    def _load_as_saved(self, checkpoint: Path) -> dict[str, Any]:
-        """Lets DeepSpeed load what the same layout saved; returns this rank's own state."""
-        self.engine.load(checkpoint, self.run)
+        Returns None, and loads nothing, if ZeRO divides the weights otherwise now, as its round robin does.
+        """
         state: dict[str, Any] = read_tensors(checkpoint / name_rank_file(self.rank))
+        if any(gather(state["layout"]["fragments"] != describe_rank(self.engine)["fragments"])):
+            return None
+        self.engine.load(checkpoint, self.run)
         set_rng_state(state["rng"], self.run.on_gpu)
         return state
 
@@ -193,19 +201,17 @@ class Checkpoints:
         If the tensor or pipeline parallel size changes, the random states start anew from the seed and the step.
         """
         start = time.perf_counter()
-        change = f"{describe_layout(saved)} to {describe_layout(self.description)}"
         if self.rank == 0:
+            change = f"{describe_layout(saved)} to {describe_layout(self.description)}"
             print(f"resharding {checkpoint}: {change}", flush=True)
         source = SavedState(checkpoint, saved)
         load_resharded(self.engine, source, self.run)
         has_same_ranks = all(saved[name] == self.description[name] for name in _MODEL_PARALLEL)
         first_rank = 0
         if has_same_ranks:
-            stage, tp_rank = (
-                parallel_state.get_pipeline_model_parallel_rank(),
-                parallel_state.get_tensor_model_parallel_rank(),
-            )
-            first_rank = stage * source.tp * saved["data_parallel_size"] + tp_rank
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            first_rank = stage * source.tp * saved["data_parallel_size"]
+            first_rank += parallel_state.get_tensor_model_parallel_rank()
         state: dict[str, Any] = read_tensors(checkpoint / name_rank_file(first_rank))
         if has_same_ranks:
             set_rng_state(state["rng"], self.run.on_gpu)
@@ -214,14 +220,6 @@ class Checkpoints:
         if self.rank == 0:
             print(f"resharded in {time.perf_counter() - start:.1f} s", flush=True)
         return state
-
-    def _collect_rank_state(self, progress: Progress) -> dict[str, Any]:
-        return {
-            "progress": dataclasses.asdict(progress),
-            "scheduler": self.engine.scheduler.state_dict(),
-            "rng": get_rng_state(self.run.on_gpu),
-            "layout": describe_rank(self.engine),
-        }
 
 
 def _write_and_describe(unfinished: Path, write: Callable[[], list[str]]) -> Files | str:
@@ -236,11 +234,7 @@ def load_pretrained(
 ) -> None:
     """Loads the weights of the checkpoint that `pretrained` (of read_pretrained) describes; every rank calls it.
 
-    Args:
-        engine: of the run.
-        run: names the folder.
-        pretrained: the checkpoint, whose files were found to be whole.
-        description: describe_run of this run.
+    Its files were found to be whole, and `description` is describe_run of this run.
 
     Raises ValueError on every rank if the checkpoint is of another model.
     """
@@ -296,7 +290,7 @@ def set_rng_state(state: dict[str, Any], on_gpu: bool) -> None:
     get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-# The layout: how weights and moments are divided over the ranks. resharding.py loads another one.
+# The layout: how weights and moments are divided over the ranks.
 _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 _LAYOUT = (
     *(*_MODEL_PARALLEL, "data_parallel_size", "zero_stage"),
@@ -320,16 +314,6 @@ def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], loa
         raise ValueError(describe_conflict(where, name, theirs, ours))
 
 
-def has_other_layout(saved: Mapping[str, Any], description: Mapping[str, Any]) -> bool:
-    """Whether the layout of a checkpoint differs from this run's."""
-    return any(saved[name] != description[name] for name in _LAYOUT)
-
-
-def describe_layout(description: Mapping[str, Any]) -> str:
-    tp, pp, dp, stage = (description[name] for name in (*_MODEL_PARALLEL, "data_parallel_size", "zero_stage"))
-    return f"TP {tp}, {f'PP {pp}, ' if pp > 1 else ''}DP {dp}, ZeRO {stage}"
-
-
 def describe_run(run: RunConfig, vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:
     """Describes the run that a checkpoint belongs to; only a run of the same description resumes from it.
 
@@ -338,12 +322,114 @@ def describe_run(run: RunConfig, vocabulary: Vocabulary, **more: Any) -> dict[st
     described = {name: getattr(run, name) for name in (*REMEDIES, *_LAYOUT) if hasattr(run, name)}
     described |= {"offload_device": read_offload_device(run.deepspeed), "vocab_padding_tp": run.vocab_padding_tp}
     described |= run.model.describe() | vocabulary.describe()
-    if run.masking is None:  # GPT has no masking
-        del described["masking"]
-    else:
-        described["masking"] = dataclasses.asdict(run.masking)
-    if run.rampup_batch_size is None:
-        del described["rampup_batch_size"]
-    else:
-        described["rampup_batch_size"] = list(run.rampup_batch_size)
+    described["masking"] = run.masking and dataclasses.asdict(run.masking)
+    described["rampup_batch_size"] = run.rampup_batch_size and list(run.rampup_batch_size)
+    for name in ("masking", "rampup_batch_size"):  # what a run has not is left out
+        if described[name] is None:
+            del described[name]
     return {**described, "format": FORMAT, "data_path": list(run.data_path), **more}
+
+
+# Another layout: every rank reads the elements of the weights and moments that it holds now, parameter by parameter.
+# Nothing has to be converted first, and a kill leaves the checkpoint as it was.
+
+
+def describe_rank(engine: Engine) -> dict[str, Any]:
+    """Describes this rank's part of the checkpoint for a later run of another layout, in plain types."""
+    return {
+        "pp_rank": parallel_state.get_pipeline_model_parallel_rank(),
+        "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "dp_rank": parallel_state.get_data_parallel_rank(),
+        "cuts": {name: cut.pack() for name, cut in engine.cuts.items()},
+        "fragments": get_partition(engine.deepspeed).pack(),
+    }
+
+
+def load_resharded(engine: Engine, source: SavedState, run: RunConfig) -> None:
+    """Loads weights, moments, steps and loss scale of `source` into `engine`; every rank calls it.
+
+    Raises ValueError as load_weights does.
+    """
+    load_weights(engine, source, run, with_moments=True)
+    scale, counts = source.read_counts()
+    if scale is not None and getattr(engine.deepspeed.optimizer, "loss_scaler", None) is not None:
+        take_scale(engine.deepspeed.optimizer.loss_scaler, scale)
+    for name, count in counts.items():
+        setattr(engine.deepspeed, name, count)
+
+
+@torch.no_grad()
+def load_weights(engine: Engine, source: SavedState, run: RunConfig, *, with_moments: bool = False) -> None:
+    """Loads the weights of `source` into `engine`, perhaps with the optimizer's moments; every rank calls it.
+
+    Raises ValueError on every rank, before anything is changed, if the checkpoint is of another model or the
+    optimizer's states are on NVMe, where they cannot be reached.
+    """
+    if read_offload_device(run.deepspeed) == "nvme":
+        raise ValueError(
+            f"{source.where} has another layout or is of another run, and states that are offloaded to nvme cannot be "
+            'filled from it; use "cpu" for zero_optimization.offload_optimizer.device, or the layout of the checkpoint'
+        )
+    names = {name for name, _ in engine.deepspeed.module.named_parameters()}
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    elsewhere = set().union(*gather(names)) - names
+    raise_on_all_ranks(source.find_mismatch(engine.cuts, names, tp, elsewhere))
+    optimizer = engine.deepspeed.optimizer
+    if engine.zero_stage == 3:
+        optimizer.checkpoint_event_prologue()
+    moments, fault = MOMENTS if with_moments and source.has_moments() else (), None
+    try:
+        _fill(get_partition(engine.deepspeed), source, engine, moments)
+    except ValueError as error:  # of a file that perhaps only this rank reads
+        fault = str(error)
+    raise_on_all_ranks(fault)
+    _publish(engine)
+
+
+def _fill(partition: Partition, source: SavedState, engine: Engine, moments: tuple[str, ...]) -> None:
+    """Fills every fragment of this rank; rank 0 prints its progress now and then."""
+    keys = ("weight", *moments)
+    tp, tp_rank = engine.tensor_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+    total, done, said = sum(fragment.size for fragment in partition.fragments), 0, time.monotonic()
+    for fragment in partition.fragments:
+        states = _prepare_states(partition, fragment, source) if moments else {}
+        cut = engine.cuts.get(fragment.name)
+        for key in keys:
+            flat = partition.groups[fragment.group].data if key == "weight" else states[key]
+            values = source.read(fragment.name, key, fragment.first, fragment.last, cut=cut, tp=tp, tp_rank=tp_rank)
+            flat.view(-1)[fragment.start : fragment.start + fragment.size].copy_(values)
+        done += fragment.size
+        if dist.get_rank() == 0 and time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            what = "weights and moments" if moments else "weights"
+            print(f"{done / total:.0%} of the {what} of rank 0 are read", flush=True)
+
+
+def _prepare_states(partition: Partition, fragment: Fragment, source: SavedState) -> dict[str, Any]:
+    """Returns the optimizer's states of a flat tensor, and makes those that do not exist yet."""
+    group, step = partition.groups[fragment.group], source.read_step(fragment.name)
+    states: dict[str, Any] = partition.optimizer.state[group]
+    for key in MOMENTS:
+        if key not in states:
+            states[key] = torch.zeros_like(group, requires_grad=False)
+    is_on_the_cpu = isinstance(partition.optimizer, deepspeed.ops.adam.DeepSpeedCPUAdam)
+    states["step"] = int(step) if is_on_the_cpu else torch.tensor(step, dtype=torch.float32, device=group.device)
+    return states
+
+
+def _publish(engine: Engine) -> None:
+    """Copies the master weights into the model, in its precision and on every data-parallel rank."""
+    optimizer = engine.deepspeed.optimizer
+    if engine.zero_stage == 3:
+        # Loading only the flat groups makes DeepSpeed copy them to the parameters, offloaded ones too.
+        state = {
+            "loss_scaler": optimizer.loss_scaler,
+            "dynamic_loss_scale": optimizer.dynamic_loss_scale,
+            "overflow": optimizer.overflow,
+            "fp32_flat_groups": optimizer.fp32_partitioned_groups_flat,
+        }
+        size = parallel_state.get_data_parallel_world_size()
+        optimizer.load_state_dict([state] * size, load_optimizer_states=False)
+        optimizer.checkpoint_event_epilogue()
+    elif engine.zero_stage:
+        optimizer.update_lp_params()

@@ -1,4 +1,4 @@
-"""Compares two runs, stock and Tempo: one table and one figure with both loss curves."""
+"""Draws the loss curves of runs, and compares two, stock and Tempo, in a table."""
 
 from __future__ import annotations
 
@@ -6,32 +6,36 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tempo_megatron.plots import COLOURS, INK, import_pyplot, save, tidy
 from tempo_megatron.training.metrics import STEP_CPU, read_metrics
-from tempo_megatron.training.plots import plot_losses
 
 LAST_STEPS = 10
 _MIB = 2**20
 
 
 def compare(stock: str | Path, tempo: str | Path, ledger: str | Path) -> str:
-    """Returns the table of two runs of the same model on the same data.
+    """Returns the table of two runs of the same model on the same data, from their metrics files.
 
-    Args:
-        stock, tempo: their metrics files.
-        ledger: file that `tempo-megatron ledger --json` wrote for the same sizes, layout and dtype.
+    `ledger` is what `tempo-megatron ledger --json` wrote for the same sizes, layout and dtype.
 
-    Raises: ValueError if a file lacks what the table needs.
+    Raises ValueError if a file lacks what the table needs.
     """
     runs = [_summarize_run(path) for path in (stock, tempo)]
     if runs[0]["steps"] != runs[1]["steps"]:
         raise ValueError(
             f"{stock} has {runs[0]['steps']} steps and {tempo} has {runs[1]['steps']}; give runs of one length"
         )
-    kept = _read_ledger(ledger)
+    try:
+        figures = json.loads(Path(ledger).read_text(encoding="utf-8"))
+        kept = [figures["stock"], figures["tempo"]]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{ledger} is no ledger ({error}); write one with tempo-megatron ledger --json {ledger}"
+        ) from error
     rows = [(f"training loss, last {LAST_STEPS} steps", [run["loss"] for run in runs], ".4f")]
     if all(run["validation"] is not None for run in runs):
         rows.append(("validation loss", [run["validation"] for run in runs], ".4f"))
@@ -50,8 +54,7 @@ def compare(stock: str | Path, tempo: str | Path, ledger: str | Path) -> str:
 
 
 def _pair_intervals(name: str, intervals: list[list[float]], form: str) -> list[tuple[str, list[float], str]]:
-    """Makes the row of a figure that both runs have for each log interval. Its ratio is the median of the intervals'
-    ratios, each of which is of the same steps on the same data."""
+    """Makes the row of a figure of each log interval; its ratio is the median of those of the same steps and data."""
     stock, tempo = intervals
     if not stock or not tempo:
         return []
@@ -77,14 +80,39 @@ def _summarize_run(path: str | Path) -> dict[str, Any]:
     }
 
 
-def _read_ledger(path: str | Path) -> list[dict[str, Any]]:
-    try:
-        figures = json.loads(Path(path).read_text(encoding="utf-8"))
-        return [figures["stock"], figures["tempo"]]
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"{path} is no ledger ({error}); write one with tempo-megatron ledger --json {path}"
-        ) from error
+def plot_losses(runs: Mapping[str, str | Path], png: str | Path, title: str = "Loss") -> None:
+    """Draws the training loss (line) and the validation loss (dots) of each run, label -> metrics file, into a PNG.
+
+    Equal curves stay visible: later ones are dashed over earlier ones, and their dots are rings around the earlier
+    ones'. The file is replaced in one step.
+
+    Raises ValueError if a run has no training step.
+    """
+    pyplot = import_pyplot("--loss-plot")
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for number, (label, path) in enumerate(runs.items()):
+        _draw_run(axes, label, path, COLOURS[number % len(COLOURS)], number)
+    axes.set_xlabel("step")
+    axes.set_ylabel("cross entropy per token (nats)")
+    tidy(axes, title)
+    axes.margins(x=0.01)
+    axes.legend(frameon=False, labelcolor=INK)
+    save(figure, png)
+
+
+def _draw_run(axes: Any, label: str, path: str | Path, colour: str, number: int) -> None:
+    records = [record for record in read_metrics(path) if record.get("loss") is not None]
+    train = [record for record in records if record["kind"] == "train"]
+    valid = [record for record in records if record["kind"] == "validation"]
+    if not train:
+        raise ValueError(f"{path} holds no training step; give the metrics file of a run")
+    style: Any = (0, (4, 2)) if number else "solid"
+    steps, losses = [record["iteration"] for record in train], [record["loss"] for record in train]
+    axes.plot(steps, losses, color=colour, linewidth=1.6, linestyle=style, label=f"{label}, training")
+    if valid:
+        steps, losses = [record["iteration"] for record in valid], [record["loss"] for record in valid]
+        form = {"markerfacecolor": "none", "markeredgewidth": 1.6} if number else {"markeredgecolor": "white"}
+        axes.plot(steps, losses, "o", color=colour, markersize=6 + 4 * number, label=f"{label}, validation", **form)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

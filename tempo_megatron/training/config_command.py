@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tempo_megatron.models.shape_file import read_shape_file
-from tempo_megatron.training.differences import flatten
+from tempo_megatron.training.facts import flatten
 from tempo_megatron.training.run.arguments import build_parser, parse_arguments
 from tempo_megatron.training.run.checks import check_run
 from tempo_megatron.training.run.complete import complete_run
@@ -53,20 +53,15 @@ def describe_settings(argv: Sequence[str], family: str, world_size: int | None) 
     world_size = world_size or args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     run = complete_run(args, config, saved, world_size=world_size, on_gpu=torch.cuda.is_available())
     check_run(run)
-    typed = get_typed(argv, family)
+    parser = build_parser(family)
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    typed = vars(parser.parse_args(list(argv)))
     shape = read_shape_file(typed["model"]) if "model" in typed else {}
     in_json = flatten({"deepspeed": {**config, "tempo": config.get("tempo", {})}})
     for full, value in flatten({"run": dataclasses.asdict(run)}).items():
         name = full.removeprefix("run ")
         yield name, _write(value), _get_source(name, typed, shape, in_json, config, saved)
-
-
-def get_typed(argv: Sequence[str], family: str) -> dict[str, Any]:
-    """Returns the arguments that a command line gives, without defaults."""
-    parser = build_parser(family)
-    for action in parser._actions:
-        action.default = argparse.SUPPRESS
-    return vars(parser.parse_args(list(argv)))
 
 
 def _get_source(
@@ -78,7 +73,8 @@ def _get_source(
     saved: Mapping[str, Any] | None,
 ) -> str:
     group, _, rest = name.partition(".")
-    argument = rest if group == "model" else f"tempo_{rest.partition('.')[0]}" if group == "tempo" else name
+    key = rest.partition(".")[0]
+    argument = rest if group == "model" else f"tempo_{key}" if group == "tempo" else name
     if group == "deepspeed":
         if in_json.get(f"deepspeed {rest}", "auto") != "auto":
             return "JSON"
@@ -91,7 +87,7 @@ def _get_source(
         return f"checkpoint {typed['pretrained_checkpoint']}"
     stored = read_settings(saved) if saved is not None else {}
     if group == "tempo":
-        key, block = rest.partition(".")[0], config.get("tempo", {})
+        block = config.get("tempo", {})
         if saved is not None and block.get(key) == stored["deepspeed"].get("tempo", {}).get(key):
             return f"checkpoint {saved['checkpoint']}"
         return "JSON" if key in block else "default"

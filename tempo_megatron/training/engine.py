@@ -8,6 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import os
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
+from torch.utils.cpp_extension import get_default_build_root
 
 from tempo_megatron.models.stage import PipelineStage
 from tempo_megatron.training import pipeline
@@ -29,8 +33,8 @@ from tempo_megatron.training.metrics import MonitorBuffer
 from tempo_megatron.training.ranks import MPU
 from tempo_megatron.training.run.deepspeed_config import copy_deepspeed_config, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.watch.build_locks import refuse_stale_locks
 
+_STALE_SECONDS = 600.0  # no build of an extension takes that long
 # What a user can do whose model has diverged; the last checkpoint is older than that.
 REMEDY = (
     "lower --lr, lengthen --lr-warmup-iters or give a lower --clip-grad above 0, and start anew or go on from the last "
@@ -74,15 +78,12 @@ def mark_divided_parameters(model: torch.nn.Module, cuts: Mapping[str, Cut]) -> 
 
 def group_by_decay(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Makes two parameter groups by Megatron's rule: biases and parameters of one dimension (norms) do not decay."""
-    decayed: list[torch.nn.Parameter] = []
-    kept: list[torch.nn.Parameter] = []
+    decayed: dict[str, Any] = {"params": [], "weight_decay": weight_decay, "wd_mult": 1.0}
+    kept: dict[str, Any] = {"params": [], "weight_decay": 0.0, "wd_mult": 0.0}
     for name, parameter in model.named_parameters():
         dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
-        (kept if dimensions == 1 or name.endswith(".bias") else decayed).append(parameter)
-    return [
-        {"params": decayed, "weight_decay": weight_decay, "wd_mult": 1.0},
-        {"params": kept, "weight_decay": 0.0, "wd_mult": 0.0},
-    ]
+        (kept if dimensions == 1 or name.endswith(".bias") else decayed)["params"].append(parameter)
+    return [decayed, kept]
 
 
 def build_optimizer(model: torch.nn.Module, run: RunConfig) -> torch.optim.Optimizer:
@@ -90,8 +91,7 @@ def build_optimizer(model: torch.nn.Module, run: RunConfig) -> torch.optim.Optim
     groups = group_by_decay(model, run.weight_decay)
     options: dict[str, Any] = {"lr": run.lr, "betas": (run.adam_beta1, run.adam_beta2), "eps": run.adam_eps}
     if offloads_optimizer(run.deepspeed):
-        on_the_cpu: torch.optim.Optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
-        return on_the_cpu
+        return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)  # type: ignore[no-any-return]
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
@@ -123,12 +123,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, run: RunConfig) -> Optimiz
 
 
 class Engine:
-    """DeepSpeed's engine and the schedule of one run.
-
-    Args:
-        model: built inside choose_construction_context(run).
-        run: its settings.
-    """
+    """DeepSpeed's engine and the schedule of one run, for a model of model.build_model."""
 
     def __init__(self, model: torch.nn.Module, run: RunConfig) -> None:
         config = run.deepspeed
@@ -147,12 +142,9 @@ class Engine:
         given = copy_deepspeed_config(config)
         if isinstance(model, PipelineStage):
             pipeline.prepare(model, given, run)
-        # DeepSpeed's bf16 optimizer prints a page about memory at any log level.
-        quiet = (
-            contextlib.nullcontext() if config.get("memory_breakdown") else contextlib.redirect_stdout(io.StringIO())
-        )
         refuse_stale_locks()
-        with quiet:
+        # DeepSpeed's bf16 optimizer prints a page about memory at any log level.
+        with contextlib.redirect_stdout(sys.stdout if config.get("memory_breakdown") else io.StringIO()):
             self.deepspeed, optimizer, _, _ = deepspeed.initialize(
                 model=model, optimizer=build_optimizer(model, run), config=given, mpu=MPU()
             )
@@ -255,10 +247,6 @@ class Engine:
         return float(self.scheduler.optimizer.param_groups[0]["lr"])
 
     @property
-    def skipped_steps(self) -> int:
-        return int(self.deepspeed.skipped_steps)
-
-    @property
     def scales_dynamically(self) -> bool:
         """Whether fp16 searches for its loss scale and skips the steps that overflow."""
         return self.deepspeed.fp16_enabled() and bool(self.deepspeed.optimizer.dynamic_loss_scale)
@@ -283,8 +271,7 @@ def compute_gradient_norm(model: torch.nn.Module) -> Tensor:
     It does not wait for the device.
     """
     grads = [each.grad for each in list_counted_parameters(model) if each.grad is not None]
-    device = next(model.parameters()).device
-    return _compute_norm(grads, device, parallel_state.get_model_parallel_group())
+    return _compute_norm(grads, next(model.parameters()).device, parallel_state.get_model_parallel_group())
 
 
 @torch.no_grad()
@@ -296,11 +283,10 @@ def compute_parameter_norm(model: torch.nn.Module) -> Tensor:
     rank = parallel_state.get_data_parallel_rank()
 
     def get_part(parameter: Any) -> Tensor:
-        if not hasattr(parameter, "ds_tensor"):
-            return parameter.float()  # type: ignore[no-any-return]
-        part = parameter.ds_tensor
-        size = part.numel()  # the last ranks' parts may be padded
-        return part.flatten()[: max(0, parameter.ds_numel - rank * size)].float()  # type: ignore[no-any-return]
+        part: Tensor = getattr(parameter, "ds_tensor", parameter)
+        if part is not parameter:  # the last ranks' parts may be padded
+            part = part.flatten()[: max(0, parameter.ds_numel - rank * part.numel())]
+        return part.float()
 
     is_partitioned = any(hasattr(parameter, "ds_tensor") for parameter in model.parameters())
     group = None if is_partitioned else parallel_state.get_model_parallel_group()
@@ -331,3 +317,21 @@ def clip_gradients(model: torch.nn.Module, norm: Tensor, highest: float) -> None
     """Scales gradients of this `norm` down to `highest`, as torch's clip_grad_norm_ does."""
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_mul_(grads, (highest / (norm + 1e-6)).clamp(max=1.0))
+
+
+def refuse_stale_locks() -> None:
+    """Raises ValueError for the lock that a killed build of one of DeepSpeed's operations has left.
+
+    torch would wait for it for ever.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except OSError:
+            continue  # the build has just ended
+        if age > _STALE_SECONDS:
+            raise ValueError(
+                f"{lock} has been there for {age / 60:.0f} minutes: a build that was killed has left it; remove it and "
+                "start again"
+            )

@@ -1,4 +1,4 @@
-"""Collects what all ranks of a run must have in common: settings, code, packages, data and environment.
+"""Collects what all ranks of a run must have in common: code, packages, data, and where they differ.
 
 Data sets are compared by content, not by place. A resumed run compares them with the first run's.
 """
@@ -9,10 +9,9 @@ import dataclasses
 import hashlib
 import os
 import platform
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
 
 from tempo_megatron.cluster.host import hash_sources
 from tempo_megatron.cluster.versions import find_version
@@ -72,6 +71,8 @@ _BLOCKS = 64
 
 def identify_data(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
     """Returns share and checksum of each data set, and the tokenizer's checksum; rank 0 reads, all ranks call it."""
+    import torch.distributed as dist  # the command line is checked without torch
+
     identity: list[Any] = [None]
     if dist.get_rank() == 0:
         prefixes, weights = run.blend
@@ -98,3 +99,51 @@ def compute_checksum(prefix: str) -> str:
             tokens.seek(start)
             digest.update(tokens.read(_BLOCK))
     return digest.hexdigest()
+
+
+_ABSENT = object()
+
+
+def find_difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
+    """Says in one sentence how the first rank that differs from rank 0 differs; returns None if none does.
+
+    `facts` are collect_facts of each rank, and "host".
+    """
+    first = flatten(facts[0])
+    for rank, other in enumerate(facts[1:], start=1):
+        found = flatten(other)
+        names = [name for name in {**first, **found} if _is_other(name, first, found)]
+        if names:
+            name = names[0]
+            more = f" ({len(names) - 1} more: {', '.join(names[1:4])})" if names[1:] else ""
+            return (
+                f"the ranks are not of one run: {name} is {_write(found, name)} on rank {rank} ({other['host']}) and "
+                f"{_write(first, name)} on rank 0 ({facts[0]['host']}){more}; start every rank with the same command "
+                "line, files, packages and environment"
+            )
+    return None
+
+
+def flatten(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Flattens `{"setting": {"deepspeed": {"stage": 1}}}` to `{"setting deepspeed.stage": 1}`."""
+
+    def walk(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if not isinstance(value, Mapping):
+            yield name, value
+            return
+        for key, inner in value.items():
+            yield from walk(f"{name}.{key}" if " " in name else f"{name} {key}", inner)
+
+    return dict(pair for kind, block in facts.items() for pair in walk(kind, block))
+
+
+def _is_other(name: str, first: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    if name == "host":
+        return False
+    if name.startswith("data content of set "):  # only the first rank of a node has it
+        return name in first and name in found and bool(first[name] != found[name])
+    return bool(first.get(name, _ABSENT) != found.get(name, _ABSENT))
+
+
+def _write(facts: Mapping[str, Any], name: str) -> str:
+    return repr(facts[name]) if name in facts else "not set"

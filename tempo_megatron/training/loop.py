@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,85 +15,82 @@ from torch import Tensor
 from tempo_megatron.memory.live.run_ledger import RunObserver
 from tempo_megatron.models.stage import PipelineStage, list_chunks
 from tempo_megatron.slots.dropout_rng import draws_masks, set_micro_batch
-from tempo_megatron.slots.offload import Offloading
-from tempo_megatron.training.checkpoint import Checkpoints, Progress
-from tempo_megatron.training.engine import REMEDY, Engine, compute_parameter_norm
-from tempo_megatron.training.metrics import STEP_CPU, RunLog, StepTimer, average_over, measure_peak, read_clocks
+from tempo_megatron.training.comparison import plot_losses
+from tempo_megatron.training.engine import REMEDY, compute_parameter_norm
+from tempo_megatron.training.job import Job
+from tempo_megatron.training.metrics import (
+    STEP_CPU,
+    StepTimer,
+    Throughput,
+    average_over,
+    measure_peak,
+    read_clocks,
+    read_metrics,
+)
 from tempo_megatron.training.pipeline import Schedule, is_last_stage, share_from_last_stage
 from tempo_megatron.training.planning import read_run
 from tempo_megatron.training.profile import StepProfile
-from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.tasks.datasets import BatchStream, Datasets
-from tempo_megatron.training.tasks.task import LOSS, Batch, Collate, ForwardStep
-from tempo_megatron.training.throughput import Throughput
-from tempo_megatron.training.watch.agreement import raise_on_all_ranks
+from tempo_megatron.training.ranks import raise_on_all_ranks
+from tempo_megatron.training.tasks.datasets import BatchStream
+from tempo_megatron.training.tasks.task import LOSS, Batch
 from tempo_megatron.training.watch.stop_signal import SAVE_NOW, Request, StopSignal
 
 
+def run_job(job: Job) -> None:
+    """Trains or, with --eval-only, evaluates; then draws the losses and leaves the process group."""
+    run, trainer = job.run, Trainer(job)
+    reason = trainer.evaluate() if run.eval_only else trainer.train()
+    job.log.say(f"{reason} after step {job.progress.iteration}")
+    job.log.close()
+    if run.loss_plot and dist.get_rank() == 0:
+        assert run.metrics_file is not None
+        if any(record["kind"] == "train" for record in read_metrics(run.metrics_file)):
+            plot_losses({"stock" if run.tempo.is_off else "tempo": run.metrics_file}, run.loss_plot)
+            print(f"loss curve in {run.loss_plot}", flush=True)
+        else:
+            print(f"no loss curve: {run.metrics_file} has no step, none was left to train", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    if job.save_folder is not None:
+        job.save_folder.unlock()
+
+
 class Trainer:
-    """Trains one run from `progress` to its end.
+    """Trains a job from where its checkpoint ends."""
 
-    Args:
-        run: its settings.
-        engine: holds the model and the optimizer.
-        forward_step, collate: of the task.
-        datasets: of build_datasets.
-        progress: 0, or the checkpoint's.
-        checkpoints: used with --save.
-        log: shown to the user.
-        throughput: computes the figures of a log interval.
-        device: of this rank.
-        offloading: of its layers.
-    """
-
-    def __init__(
-        self,
-        run: RunConfig,
-        engine: Engine,
-        forward_step: ForwardStep,
-        datasets: Datasets,
-        collate: Collate,
-        progress: Progress,
-        checkpoints: Checkpoints,
-        log: RunLog,
-        throughput: Throughput,
-        device: torch.device,
-        offloading: Offloading,
-    ) -> None:
-        self.offloading = offloading
-        self.run, self.engine, self.forward_step = run, engine, forward_step
-        self.progress, self.checkpoints, self.log, self.device = progress, checkpoints, log, device
-        self.datasets, self.collate, self.throughput = datasets, collate, throughput
+    def __init__(self, job: Job) -> None:
+        self.run, self.engine, self.log, self.device = job.run, job.engine, job.log, job.device
+        self.progress, self.checkpoints, self.datasets = job.progress, job.checkpoints, job.datasets
+        run, self.offloading = job.run, job.offloading
+        self.forward_step = job.task.make_forward_step(run, self.device)
+        self.collate = job.task.make_collate(job.vocabulary)
+        self.throughput = Throughput(run, job.vocabulary.padded_size, self.device)
         self._num_micro_batches = run.num_micro_batches  # of the step under way
         samples = run.batch_sizes.count_samples(run.train_iters)
-        self.stream = self._open_stream(datasets.train, progress.consumed_samples, samples)
+        self.stream = self._open_stream(self.datasets.train, self.progress.consumed_samples, samples)
         self.group = parallel_state.get_data_parallel_group()
         self._draws_masks = draws_masks(run.model, run.tempo)
         self._pending: list[dict[str, Any]] = []
         self._losses: list[dict[str, Tensor]] = []
         self._last_batch: Batch | None = None
         self._schedule: Schedule | None = None
-        if isinstance(engine.deepspeed.module, PipelineStage):
-            self._schedule = Schedule(
-                engine.deepspeed.module, forward_step, run, engine.scale if run.precision == "fp16" else None
-            )
+        stage = self.engine.deepspeed.module
+        if isinstance(stage, PipelineStage):
+            scale = self.engine.scale if run.precision == "fp16" else None
+            self._schedule = Schedule(stage, self.forward_step, run, scale)
         self._last_is_finite = True
         self.timer = StepTimer()
-        self._profile: StepProfile | None = None
-        rank = dist.get_rank()
-        if run.profile is not None and rank in run.profile_ranks:
-            assert run.profile_dir is not None
-            self._profile = StepProfile(run.profile, Path(run.profile_dir), rank=rank, device=device, say=log.say)
+        self._profile = StepProfile(run, dist.get_rank(), self.log.say)
         self._observe: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if run.tempo_ledger:
             self._observe = RunObserver(
-                list_chunks(engine.deepspeed.module),
+                list_chunks(stage),
                 run.tempo_ledger,
                 micro_batch_size=run.micro_batch_size,
                 seq_length=run.model.seq_length,
                 read_run=lambda _: read_run(run, None),
                 decoder_seq_length=run.model.decoder_seq_length,
-                engine=offloading.engine if offloading.num_layers else None,
+                engine=self.offloading.engine if self.offloading.num_layers else None,
             ).step
 
     def train(self) -> str:
@@ -106,7 +102,7 @@ class Trainer:
         reason, first = "finished", progress.iteration + 1
         try:
             while progress.iteration < run.train_iters and reason == "finished":
-                with self._observe(), self._name_step(progress.iteration + 1):
+                with self._observe(), self._profile.step(progress.iteration + 1):
                     self._step()
                 if progress.iteration == first and self.offloading.num_layers:
                     self.log.say(f"offload: {self.offloading.describe()}")
@@ -114,7 +110,7 @@ class Trainer:
                 iteration = progress.iteration
                 if iteration % run.log_interval == 0:
                     self._flush()
-                if self.datasets.valid is not None and iteration % run.eval_interval == 0:
+                if iteration % run.eval_interval == 0:
                     self._validate()
                 if run.save_interval and iteration % run.save_interval == 0:
                     self._save()
@@ -130,12 +126,11 @@ class Trainer:
                             f"{SAVE_NOW.name} came after step {iteration}, but without --save there is no place"
                         )
             self._flush()
-            if reason == "finished" and self.datasets.valid is not None and progress.iteration % run.eval_interval:
+            if reason == "finished" and progress.iteration % run.eval_interval:
                 self._validate()
             self._save(is_last=True)
             self._finish_save(waits=True)
-            if self._profile is not None:
-                self._profile.close()
+            self._profile.close()
             if reason == "finished":
                 self._test()
         finally:
@@ -144,13 +139,9 @@ class Trainer:
 
     def evaluate(self) -> str:
         """Logs the losses on the validation part and the test part, trains nothing; returns why it ended."""
-        if self.datasets.valid is not None:
-            self._validate()
+        self._validate()
         self._test()
         return "evaluated"
-
-    def _name_step(self, number: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._profile is None else self._profile.step(number)
 
     def _open_stream(self, dataset: Any, consumed_samples: int, num_samples: int) -> BatchStream:
         return BatchStream(
@@ -166,14 +157,14 @@ class Trainer:
 
     def _step(self) -> None:
         run, engine, progress = self.run, self.engine, self.progress
-        learning_rate, skipped_before = engine.learning_rate, engine.skipped_steps
+        learning_rate, skipped_before = engine.learning_rate, engine.deepspeed.skipped_steps
         samples = run.batch_sizes.find(progress.consumed_samples)
         self._num_micro_batches = samples // (run.micro_batch_size * run.data_parallel_size)
         engine.begin_step(samples, self._num_micro_batches)
         if self._schedule is None:
             totals = _add_up(self._train_micro_batches())
         else:
-            totals = _add_up(self._schedule.train(self._read_batches(), self._num_micro_batches, self._announce))
+            totals = _add_up(self._schedule.run_step(self._read_batches(), self._num_micro_batches, self._announce))
             engine.step_after_schedule()
         progress.iteration += 1
         progress.consumed_samples += samples
@@ -185,7 +176,7 @@ class Trainer:
                 "batch_size": samples,
                 "learning_rate": learning_rate,
                 "grad_norm": engine.grad_norm,
-                "skipped": engine.skipped_steps - skipped_before,
+                "skipped": engine.deepspeed.skipped_steps - skipped_before,
             }
         )
 
@@ -223,13 +214,16 @@ class Trainer:
         for step, loss in zip(self._pending, losses, strict=True):
             step |= loss
             step["grad_norm"] = None if step["grad_norm"] is None else float(step["grad_norm"])
+        params_norm = {}
+        if self.run.log_params_norm:
+            params_norm["params_norm"] = float(compute_parameter_norm(self.engine.deepspeed.module))
         self.log.log_steps(
             self._pending,
             {
                 **self.throughput.compute(seconds, samples),
                 **({STEP_CPU: processor_seconds * 1e3} if self.device.type == "cpu" else {}),
                 **measure_peak(self.device),
-                **self._measure_parameters(),
+                **params_norm,
                 "loss_scale": self.engine.loss_scale,
             },
         )
@@ -241,11 +235,6 @@ class Trainer:
             f"the loss of step {diverged[0]} or its gradient is not a finite number; {REMEDY}" if diverged else None
         )
 
-    def _measure_parameters(self) -> dict[str, float]:
-        if not self.run.log_params_norm:
-            return {}
-        return {"params_norm": float(compute_parameter_norm(self.engine.deepspeed.module))}
-
     def _has_diverged(self, step: dict[str, Any]) -> bool:
         """Whether a step's loss or gradient is not finite.
 
@@ -256,7 +245,8 @@ class Trainer:
         return not all(value is None or math.isfinite(value) for value in (step["loss"], step["grad_norm"]))
 
     def _validate(self) -> None:
-        self._evaluate("validation", self.datasets.valid, self.run.eval_iters)
+        if self.datasets.valid is not None:
+            self._evaluate("validation", self.datasets.valid, self.run.eval_iters)
 
     def _test(self) -> None:
         if self.datasets.test is not None:
@@ -281,7 +271,7 @@ class Trainer:
         if self._schedule is None:
             totals = _add_up(self.forward_step(self.engine.deepspeed, batch) for batch in batches)
         else:
-            totals = _add_up(self._schedule.evaluate(batches, number))
+            totals = _add_up(self._schedule.run_step(batches, number, None))
         self.engine.deepspeed.train()
         return self._average([{name: total / number for name, total in totals.items()}])[0]
 

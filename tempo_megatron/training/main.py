@@ -60,26 +60,25 @@ class _Attempt:
             args = self._meet()
             on_gpu = _prepare_device()  # before the next line, which imports deepspeed
             deepspeed_config = read_deepspeed_config(args.deepspeed_config)
-            saved = read_saved_run(args)
-            world_size = int(os.environ["WORLD_SIZE"])
-
-            def decide(saved: dict[str, Any] | None) -> RunConfig:
-                run = complete_run(args, deepspeed_config, saved, world_size=world_size, on_gpu=on_gpu)
-                check_run(run)
-                check_weights_fit(run, _measure_node(on_gpu), int(os.environ["LOCAL_WORLD_SIZE"]))
-                return run
+            world_size, on_node = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 
             def decide_without(damaged: Mapping[str, str]) -> tuple[RunConfig, dict[str, Any] | None]:
-                older = read_saved_run(args, damaged)
-                return decide(older), older
+                saved = read_saved_run(args, damaged)
+                run = complete_run(args, deepspeed_config, saved, world_size=world_size, on_gpu=on_gpu)
+                check_run(run)
+                check_weights_fit(run, _measure_node(on_gpu), on_node)
+                return run, saved
 
-            self.run = decide(saved)
+            self.run, saved = decide_without({})
             self.log.set_folder(self.run.log_dir)
             # This imports Megatron-core, which takes seconds and reads what _prepare_device has set.
+            from tempo_megatron.training.banner import announce
             from tempo_megatron.training.job import Job
+            from tempo_megatron.training.loop import run_job
 
             self.job = Job(self.run, saved, launcher, decide_without, self.team)
-            self.job.train()
+            announce(self.job)
+            run_job(self.job)
         except KeyboardInterrupt:
             self._tell("it was interrupted (Ctrl-C)")
             return self._leave_at_once(130)
@@ -117,7 +116,7 @@ class _Attempt:
             self.team = Team.join(self.log, timeout_s=timeout_s, fault_timeout=fault_timeout)
 
     def _report(self, error: Exception) -> None:
-        from tempo_megatron.training.watch.agreement import AgreedError
+        from tempo_megatron.training.watch.team import AgreedError
 
         if self.team is not None and self.team.is_watched:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher's, as soon as a rank has ended: say why first
@@ -163,10 +162,7 @@ def _follows_from_another(error: Exception) -> bool:
 
 
 def _explain_lack_of_memory(error: Exception, run: RunConfig, job: Any) -> str | None:
-    """Reports an out-of-memory error: the peak, and what would have fitted. Returns a sentence for the other ranks.
-
-    Returns None for any other error.
-    """
+    """Reports the peak, and what would have fitted; returns a sentence for all ranks, None for any other error."""
     from tempo_megatron.memory.live.out_of_memory import is_out_of_memory, report_out_of_memory
 
     if not is_out_of_memory(error):

@@ -23,11 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from tempo_megatron.memory.plan.flops import count_forward_flops, count_model_flops, find_utilisation
+from tempo_megatron.memory.plan.gpu import recognise_gpu
 from tempo_megatron.training.run.checks import check_metrics_file
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.throughput import MFU
 
 _TAGS = {"train": "Train", "validation": "Validation", "test": "Test"}
+MFU, TFLOPS = "mfu", "tflops_per_s_per_rank"
+"""Keys in the metrics: the share of the GPUs' peak, and 10**12 operations per second of each rank."""
 STEP_CPU = "step_cpu_ms"
 """Key in the metrics of a run on a CPU: the processor's time of one rank for a step, in all of its threads."""
 PEAKS = {"peak_memory_bytes": "peak", "peak_rss_bytes": "peak RSS of the process"}
@@ -57,10 +60,8 @@ def average_over(values: list[dict[str, Tensor]], group: Any, device: torch.devi
 class MetricsFile:
     """A file of JSON lines, each complete as soon as it is written.
 
-    Args:
-        path: of the file. A last line that a killed run cut off is removed.
-        resume_after: keep only records up to this iteration; the resumed run writes the later ones again. None starts
-            a new file, and renames an old one to `set_aside`.
+    A last line that a killed run cut off is removed, and so are records beyond iteration `resume_after`, which the
+    resumed run writes again. None starts a new file, and renames an old one to `set_aside`.
 
     Raises ValueError if the file cannot be written, or exists and does not hold metrics.
     """
@@ -107,10 +108,8 @@ class MonitorBuffer:
     """Stands before the monitors of the DeepSpeed JSON (TensorBoard, W&B, CSV, Comet) and orders what they are given.
 
     DeepSpeed writes the learning rate of a step at once, the trainer its loss when the log interval ends, and W&B drops
-    what is older than the newest step it knows.
-
-    Args:
-        monitor: DeepSpeed's MonitorMaster, or None where the JSON enables none.
+    what is older than the newest step it knows. `monitor` is DeepSpeed's MonitorMaster; None where the JSON enables
+    none.
     """
 
     def __init__(self, monitor: Any) -> None:
@@ -133,13 +132,10 @@ class MonitorBuffer:
         names = {"loss": "train_loss"} if kind == "train" else {}  # DeepSpeed's word
         # DeepSpeed itself writes the learning rate and the loss scale.
         left_out = ("iteration", "consumed_samples", "learning_rate", "loss_scale")
-        self.write_events(
-            [
-                (f"{_TAGS[kind]}/Samples/{names.get(name, name)}", float(value), values["consumed_samples"])
-                for name, value in values.items()
-                if name not in left_out and isinstance(value, (int, float))
-            ]
-        )
+        for name, value in values.items():
+            if name not in left_out and isinstance(value, (int, float)):
+                tag = f"{_TAGS[kind]}/Samples/{names.get(name, name)}"
+                self.write_events([(tag, float(value), values["consumed_samples"])])
 
     def flush(self) -> None:
         if self._events:
@@ -158,14 +154,9 @@ class MonitorBuffer:
 
 
 class RunLog:
-    """Everything the user sees of a run. On ranks other than 0 its methods do nothing.
+    """Everything the user sees of a run, which goes on after `first_iteration`.
 
-    Args:
-        run: its settings.
-        monitors: those of the DeepSpeed JSON.
-        is_first_rank: whether this is rank 0.
-        first_iteration: the step that the run goes on after.
-        resumes: whether it goes on from a checkpoint.
+    On ranks other than 0 its methods do nothing.
     """
 
     def __init__(
@@ -195,14 +186,8 @@ class RunLog:
                     f"--tensorboard-dir {run.tensorboard_dir} cannot be written ({error}); give another folder"
                 ) from error
         # disable=None shows no bar if the output is not a terminal.
-        self._bar = tqdm(
-            total=run.train_iters,
-            initial=first_iteration,
-            unit="step",
-            disable=None,
-            file=sys.stdout,
-            dynamic_ncols=True,
-        )
+        shown: Any = {"unit": "step", "disable": None, "file": sys.stdout, "dynamic_ncols": True}
+        self._bar = tqdm(total=run.train_iters, initial=first_iteration, **shown)
 
     def say(self, line: str) -> None:
         if self.is_on:
@@ -233,6 +218,10 @@ class RunLog:
         norm = "" if last["grad_norm"] is None else f" | grad norm {last['grad_norm']:.3f}"
         size = f" | batch {last['batch_size']}" if last["batch_size"] < self.run.batch_sizes.full else ""
         of_params = f" | params norm {interval['params_norm']:.3f}" if "params_norm" in interval else ""
+        # The rest takes as long as if each sample took as long as those of this interval.
+        samples = self._num_samples - last["consumed_samples"]
+        per_step = sum(step["batch_size"] for step in steps) / len(steps)
+        left = datetime.timedelta(seconds=round(samples / per_step * interval["step_ms"] / 1e3))
         scale = f" | loss scale {interval['loss_scale']:g}" if interval.get("loss_scale") else ""
         self.say(
             f"step {last['iteration']:>{len(str(self.run.train_iters))}}/{self.run.train_iters}"
@@ -240,17 +229,10 @@ class RunLog:
             f" | {interval['tokens_per_s']:,.0f} tokens/s | {interval['step_ms']:.1f} ms/step"
             + (f" | MFU {interval[MFU]:.1%}" if MFU in interval else "")
             + "".join(f" | {name} {interval[key] / 2**20:,.0f} MiB" for key, name in PEAKS.items() if key in interval)
-            + self._format_time_left(steps, interval["step_ms"] / 1e3)
+            + (f" | {left} left" if samples > 0 else "")
         )
         if self._bar is not None:
             self._bar.set_postfix(loss=f"{last['loss']:.4f}", refresh=False)
-
-    def _format_time_left(self, steps: Sequence[Mapping[str, Any]], step_seconds: float) -> str:
-        """Formats how long the rest of the samples takes if each takes as long as those of this interval."""
-        samples = self._num_samples - steps[-1]["consumed_samples"]
-        per_step = sum(step["batch_size"] for step in steps) / len(steps)
-        left = datetime.timedelta(seconds=round(samples / per_step * step_seconds))
-        return f" | {left} left" if samples > 0 else ""
 
     def log_evaluation(self, part: str, iteration: int, consumed_samples: int, losses: dict[str, float]) -> None:
         """Logs the losses of a ForwardStep on a part of the data, and the perplexity of the tokens.
@@ -306,3 +288,31 @@ class StepTimer:
     def exclude_since(self, start: Seconds) -> None:
         passed = read_clocks().since(start)
         self._since = Seconds(self._since.wall + passed.wall, self._since.processor + passed.processor)
+
+
+class Throughput:
+    """The figures of a run's steps.
+
+    The operations are the model's, by equation 7 of arXiv 2205.05198: what is recomputed does not count. The peak is
+    the data sheet's of configs/gpu, for the run's precision; a GPU that has no file there has no MFU, nor has a CPU.
+    """
+
+    def __init__(self, run: RunConfig, padded_vocab_size: int, device: torch.device) -> None:
+        self._samples = run.global_batch_size
+        self._tokens = run.global_batch_size * (run.model.seq_length + (run.model.decoder_seq_length or 0))
+        self._flops = count_model_flops(count_forward_flops(run.model, run.global_batch_size, padded_vocab_size))
+        self._world_size, self._peak = run.world_size, None
+        if device.type == "cuda" and (gpu := recognise_gpu(torch.cuda.get_device_name(device))):
+            self._peak = gpu.matmul_flops_per_second[run.precision]
+
+    def compute(self, step_seconds: float, samples: float) -> dict[str, float]:
+        """Returns the figures by their key in the metrics, from the seconds and the samples of one step."""
+        full_step_seconds = step_seconds * self._samples / samples
+        figures = {
+            "tokens_per_s": self._tokens / full_step_seconds,
+            "step_ms": step_seconds * 1e3,
+            TFLOPS: find_utilisation(self._flops, full_step_seconds, self._world_size, 1e12),
+        }
+        if self._peak is not None:
+            figures[MFU] = find_utilisation(self._flops, full_step_seconds, self._world_size, self._peak)
+        return figures

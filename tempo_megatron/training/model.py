@@ -99,35 +99,21 @@ def build_model(run: RunConfig, config: TransformerConfig, choices: Choices, pad
         init_method=_extend_to_partitioned(config.init_method),
         embedding_init_method=_extend_to_partitioned(config.embedding_init_method),
     )
-    with _choose_construction_context(run):
-        if run.pipeline_model_parallel_size > 1:
-            return build_stage(run, config, choices, padded_vocab_size)
-        model = models.build_model(run.model, config, choices, padded_vocab_size)
-    _zero_partitioned_biases(model)
-    return model
-
-
-def build_stage(run: RunConfig, config: Any, choices: Choices, padded_vocab_size: int) -> PipelineStage:
-    """Builds the chunks of the model that this rank's stage has.
-
-    A copy of tied word embeddings gets the values of the first stage's, as Megatron builds it.
-    """
     stage, last_stage = parallel_state.get_pipeline_model_parallel_rank(), run.pipeline_model_parallel_size - 1
-    last_chunk = run.num_chunks - 1
-    return PipelineStage(
-        [
-            models.build_model(
-                run.model,
-                config,
-                choices,
-                padded_vocab_size,
-                pre_process=stage == 0 and chunk == 0,
-                post_process=stage == last_stage and chunk == last_chunk,
-                vp_stage=chunk if run.num_chunks > 1 else None,
-            )
-            for chunk in range(run.num_chunks)
-        ]
-    )
+    chunks = []
+    with _choose_construction_context(run):
+        # A copy of tied word embeddings gets the values of the first stage's, as Megatron builds it.
+        for chunk in range(run.num_chunks):
+            place: Any = {
+                "pre_process": stage == 0 and chunk == 0,
+                "post_process": stage == last_stage and chunk == run.num_chunks - 1,
+                "vp_stage": chunk if run.num_chunks > 1 else None,
+            }
+            chunks.append(models.build_model(run.model, config, choices, padded_vocab_size, **place))
+    if last_stage:
+        return PipelineStage(chunks)
+    _zero_partitioned_biases(chunks[0])
+    return chunks[0]
 
 
 def _choose_construction_context(run: RunConfig) -> contextlib.AbstractContextManager[Any]:

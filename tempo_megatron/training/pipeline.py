@@ -64,11 +64,7 @@ def sum_tied_gradients(stage: PipelineStage) -> None:
 class Schedule:
     """Runs micro batches through the stages by Megatron's schedule; every rank of the pipeline calls it at once.
 
-    Args:
-        stage: this rank's.
-        forward_step: of the task.
-        run: gives the sizes.
-        scale: scales a loss before its backward, for fp16.
+    `scale` scales a loss before its backward, for fp16.
     """
 
     def __init__(
@@ -80,30 +76,21 @@ class Schedule:
             chunk.config.grad_scale_func = scale
         self._run_schedule = get_forward_backward_func()
 
-    def train(
-        self, batches: Iterable[Batch], num_micro_batches: int, announce: Callable[[int], None]
+    def run_step(
+        self, batches: Iterable[Batch], number: int, announce: Callable[[int], None] | None
     ) -> list[dict[str, Tensor]]:
-        """Runs forward and backward; the gradients add up in the parameters.
+        """Runs forward and backward of `number` micro batches; the gradients add up in the parameters.
 
-        Args:
-            batches: the micro batches of the step. Every stage reads the same ones.
-            num_micro_batches: how many there are.
-            announce: is called with the number of a micro batch before each forward of it.
+        Every stage reads the same ones. `announce` is called with the number of a micro batch before each forward of
+        it; with None this runs forward alone.
 
         Returns the losses of each micro batch on the last stage, and an empty list on the others.
         """
-        return self._run(batches, num_micro_batches, announce, forward_only=False)
 
-    def evaluate(self, batches: Iterable[Batch], num_micro_batches: int) -> list[dict[str, Tensor]]:
-        """Runs forward alone; returns what `train` returns."""
-        return self._run(batches, num_micro_batches, lambda _: None, forward_only=True)
-
-    def _run(
-        self, batches: Iterable[Batch], number: int, announce: Callable[[int], None], forward_only: bool
-    ) -> list[dict[str, Tensor]]:
         def step(iterator: Iterator[tuple[int, Batch]], chunk: Any) -> tuple[Any, Callable[..., Any]]:
             micro_batch, batch = next(iterator)
-            announce(micro_batch)
+            if announce is not None:
+                announce(micro_batch)
             return self.forward_step.run_model(chunk, batch), functools.partial(self._compute_loss, batch)
 
         # Each chunk takes the micro batches in order; a batch is read once, for the first chunk that needs it.
@@ -115,7 +102,7 @@ class Schedule:
             num_microbatches=number,
             seq_length=self.run.model.seq_length,
             micro_batch_size=self.run.micro_batch_size,
-            forward_only=forward_only,
+            forward_only=announce is None,
         )
         return found
 

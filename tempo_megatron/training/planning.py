@@ -44,11 +44,8 @@ def plan_memory(run: RunConfig, padded_vocab_size: int) -> tuple[RunConfig, RunP
     plan = plan_for_all_ranks(make_request, run.memory_budget)
     changes: dict[str, Any] = {"tempo": dataclasses.replace(plan.tempo, check=run.tempo.check)}
     if run.recompute_granularity is None and plan.num_full:
-        changes |= {
-            "recompute_granularity": "full",
-            "recompute_method": "block",
-            "recompute_num_layers": plan.num_full,
-        }
+        changes |= {"recompute_granularity": "full", "recompute_method": "block"}
+        changes["recompute_num_layers"] = plan.num_full
     elif run.recompute_granularity is None and plan.recompute:
         changes |= {"recompute_granularity": "selective", "recompute_modules": plan.recompute}
     return dataclasses.replace(run, **changes), plan
@@ -57,16 +54,13 @@ def plan_memory(run: RunConfig, padded_vocab_size: int) -> tuple[RunConfig, RunP
 def read_run(run: RunConfig, padded_vocab_size: int | None) -> Run:
     """Converts a RunConfig to the Run of the memory estimate.
 
-    Args:
-        run: the trainer's.
-        padded_vocab_size: rows of its embedding; None, before the tokenizer is read, pads --vocab-size.
+    `padded_vocab_size` has the rows of the embedding; None, before the tokenizer is read, pads --vocab-size.
 
     Raises ValueError for a recomputation that the estimate does not know.
     """
     model = run.model
     if padded_vocab_size is not None:
         model = dataclasses.replace(model, vocab_size=padded_vocab_size, make_vocab_size_divisible_by=1)
-    stock = "local" if run.on_gpu else "cpu"
     # An expert is split as the layers are, but for one with biases (core/transformer/moe/experts.py).
     is_split = model.num_experts is not None and not model.add_bias_linear
     stages, per_chunk = run.pipeline_model_parallel_size, run.num_layers_per_virtual_pipeline_stage
@@ -86,7 +80,7 @@ def read_run(run: RunConfig, padded_vocab_size: int | None) -> Run:
         num_micro_batches=run.num_micro_batches,
         dtype=DTYPES[run.precision],
         chip=find_chip(),
-        stock=stock,
+        stock="local" if run.on_gpu else "cpu",
         masked_softmax_fusion=run.masked_softmax_fusion and has_fused_softmax(),
         **read_recomputation(
             run.recompute_granularity,

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tempo_megatron.training.run.run_config import RunConfig
+
 _MOST_EVENTS = 1_000_000  # of the allocator; older ones are forgotten
 
 
@@ -18,19 +20,13 @@ class StepProfile:
 
     `trace_rankN.json` opens in Perfetto and in chrome://tracing; on a CPU it also shows the bytes that are allocated.
     `memory_rankN.pickle`, for torch's memory viewer, exists on a GPU alone: torch keeps no history for a CPU.
-
-    Args:
-        steps: (first, last), both recorded.
-        folder: where the files go.
-        rank, device: this rank and its device.
-        say: is told what was written.
+    `say` is told what was written.
     """
 
-    def __init__(
-        self, steps: tuple[int, int], folder: Path, *, rank: int, device: torch.device, say: Callable[[str], None]
-    ) -> None:
-        self._first, self._last = steps
-        self._on_gpu, self._say = device.type == "cuda", say
+    def __init__(self, run: RunConfig, rank: int, say: Callable[[str], None]) -> None:
+        first, last = run.profile if run.profile is not None and rank in run.profile_ranks else (0, -1)
+        self._steps, self._on_gpu, self._say = range(first, last + 1), run.on_gpu, say
+        folder = Path(run.profile_dir or "")
         self._trace, self._snapshot = folder / f"trace_rank{rank}.json", folder / f"memory_rank{rank}.pickle"
         self._profiler: Any = None
         self._latest = 0
@@ -38,7 +34,7 @@ class StepProfile:
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Runs a step inside; records it if it is one of those that are asked for."""
-        if not self._first <= number <= self._last:
+        if number not in self._steps:
             yield
             return
         if self._profiler is None:
@@ -46,7 +42,7 @@ class StepProfile:
         with torch.profiler.record_function(f"step {number}"):
             yield
         self._latest = number
-        if number == self._last:
+        if number == self._steps[-1]:
             self.close()
 
     def _start(self) -> None:

@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -20,11 +20,28 @@ from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder
 from tempo_megatron.training.checkpoint_files.integrity import find_damage
 from tempo_megatron.training.run.resume import read_pretrained
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.watch.agreement import STORE, gather, open_store, raise_on_all_ranks
+from tempo_megatron.training.watch.team import STORE, AgreedError, open_store
 
+_T = TypeVar("_T")
 Decide = Callable[[Mapping[str, str]], tuple[RunConfig, dict[str, Any] | None]]
 """Is called with the damaged checkpoints, name -> reason; returns the run that resumes from the newest other one, and
 the description of that."""
+
+
+def gather(value: _T) -> list[_T]:
+    """Returns the values of all ranks, in order; every rank calls it."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def raise_on_all_ranks(sentence: str | None) -> None:
+    """Raises AgreedError on every rank if some rank has a sentence, so that none waits for one that has ended.
+
+    Every rank calls it, with None if nothing is wrong. The lowest rank's sentence counts.
+    """
+    if wrong := [text for text in gather(sentence) if text is not None]:
+        raise AgreedError(wrong[0])
 
 
 class MPU:

@@ -14,7 +14,7 @@ import torch
 from training_job import Data, FullDisk, run, successful, zero
 
 from tempo_megatron.training.checkpoint_files import files
-from tempo_megatron.training.checkpoint_files.host_copy import copy_to_host
+from tempo_megatron.training.checkpoint_files.files import copy_to_host
 
 OPTIONS = ["--train-iters", "12", "--save-interval", "4", "--async-save", "--fault-timeout", "10"]
 

@@ -15,7 +15,7 @@ from run_configs import NEEDED, SIZES, complete, decide
 from training_job import BF16, Data, Run, describe_anew, run, successful, zero
 
 from tempo_megatron.training.engine import build_scheduler
-from tempo_megatron.training.run.batch_sizes import BatchSizes
+from tempo_megatron.training.run.run_config import BatchSizes
 
 
 @pytest.mark.parametrize(

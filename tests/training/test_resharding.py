@@ -15,7 +15,7 @@ import pytest
 import torch
 from training_job import BF16, Data, Run, run, successful, zero
 
-from tempo_megatron.training.resharding import load_resharded
+from tempo_megatron.training.checkpoint import load_resharded
 
 # 512 tokens in 540 rows, which another tensor parallel size would pad to 600 or 720 in a run that starts.
 COMMON = [

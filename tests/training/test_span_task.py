@@ -16,7 +16,7 @@ from training_job import MaskedData
 
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.datasets import build_datasets, load_vocabulary
-from tempo_megatron.training.tasks.spans import FillInSpans, SpanTask, hide_padding
+from tempo_megatron.training.tasks.masked import FillInSpans, SpanTask, hide_padding
 
 TASK = SpanTask()
 COUNT = 40

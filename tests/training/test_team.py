@@ -15,7 +15,7 @@ import pytest
 from rank_processes import make_process
 from training_job import Data, environment, free_port, run, zero
 
-from tempo_megatron.training.differences import find_difference, flatten
+from tempo_megatron.training.facts import find_difference, flatten
 from tempo_megatron.training.watch.rank_process import RankLog, find_launchers, is_launcher
 from tempo_megatron.training.watch.team import Team
 

@@ -36,6 +36,7 @@ def count_bytes() -> None:
     from tempo_kernels import compiled
     from tempo_kernels.gelu import make_tables
     from tempo_megatron.memory.tape.follower import Follower
+    from tempo_megatron.training import loop
     from tempo_megatron.training.job import Job
 
     # What Inductor's own code makes, no dispatcher sees.
@@ -43,22 +44,22 @@ def count_bytes() -> None:
     compiled._try_once.cache_clear()
     torch.compiler.set_stance("force_eager")
     make_tables()  # of a process, and in no estimate
-    seen, build, train = Follower(), Job.__init__, Job.train
+    seen, build, train = Follower(), Job.__init__, loop.run_job
 
     def build_in_sight(self: Job, *args: Any) -> None:
         with seen:
             build(self, *args)
 
-    def train_in_sight(self: Job) -> None:
+    def train_in_sight(job: Job) -> None:
         seen.begin_phase()
         with seen:
-            train(self)
-        engine = self.offloading.engine
+            train(job)
+        engine = job.offloading.engine
         # The host's pool, a CPU's memory too here, is whole before the first backward and stays until the end.
         print(f"counted {seen.peak - engine.pool.num_bytes} bytes, {engine.peak_device_bytes} of them to move")
         print(f"host has {engine.pool.peak_bytes_in_use} in use, a pool of {engine.pool.num_bytes}")
 
-    Job.__init__, Job.train = build_in_sight, train_in_sight  # type: ignore[method-assign]
+    Job.__init__, loop.run_job = build_in_sight, train_in_sight  # type: ignore[method-assign]
 
 
 def read_count(result: Run, before: str = "counted") -> int:

@@ -1,8 +1,10 @@
-"""A model that has diverged ends the run with one sentence and is never saved."""
+"""A model that has diverged ends the run with one sentence and is never saved, and so does what would never end."""
 
 from __future__ import annotations
 
 import math
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from training_job import BF16, Data, Run, run, zero
 
-from tempo_megatron.training.engine import take_scale
+from tempo_megatron.training.engine import refuse_stale_locks, take_scale
 from tempo_megatron.training.loop import Trainer
 
 SAVED = ["--save-interval", "2", "--log-interval", "10", "--train-iters", "60"]
@@ -103,3 +105,18 @@ def test_a_resumed_search_goes_on_where_it_was_with_the_settings_of_the_json() -
     fixed = LossScaler(128.0)
     take_scale(fixed, saved)
     assert fixed.loss_scale == 128.0
+
+
+@pytest.mark.parametrize("place", ["cpu_adam", "py311_cpu/cpu_adam"])
+def test_an_old_lock_is_named_and_a_young_one_is_a_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    refuse_stale_locks()
+    lock = tmp_path / place / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    refuse_stale_locks()
+    os.utime(lock, (time.time() - 7200,) * 2)
+    with pytest.raises(ValueError, match=f"{lock} has been there for 120 minutes: .* remove it"):
+        refuse_stale_locks()

@@ -21,12 +21,11 @@ import torch
 from training_job import Data, Run, arguments, run, successful
 
 from tempo_megatron.models.shape import make_shape
-from tempo_megatron.training.metrics import MonitorBuffer, RunLog, read_metrics
+from tempo_megatron.training.metrics import MonitorBuffer, RunLog, Throughput, read_metrics
 from tempo_megatron.training.run.arguments import parse_arguments
-from tempo_megatron.training.run.batch_sizes import BatchSizes
 from tempo_megatron.training.run.checks import check_run
 from tempo_megatron.training.run.complete import complete_run
-from tempo_megatron.training.throughput import Throughput
+from tempo_megatron.training.run.run_config import BatchSizes
 
 STEPS, WARMUP, DECAY, LR = 8, 2, 4, 1e-3
 OF_SCHEDULE = f"--lr-decay-style WSD --lr-warmup-iters {WARMUP} --lr-wsd-decay-iters {DECAY}"

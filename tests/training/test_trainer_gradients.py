@@ -105,7 +105,7 @@ def _take_step(path: str, words: str) -> Any:
 
     from tempo_megatron.slots.choose import choose
     from tempo_megatron.training.engine import Engine
-    from tempo_megatron.training.job import get_task
+    from tempo_megatron.training.job import TASKS
     from tempo_megatron.training.model import build_model, build_transformer_config
     from tempo_megatron.training.pipeline import Schedule
     from tempo_megatron.training.run.checks import check_run
@@ -129,10 +129,10 @@ def _take_step(path: str, words: str) -> Any:
             parameters[name].data[box.index()] = draw_weight(name, cut.shape)[find_place(box)]
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     batches = [make_batch(family, sample) for sample in range(rank, 4, ranks)]
-    forward_step = get_task(family).make_forward_step(run, torch.device("cpu"))
+    forward_step = TASKS[family].make_forward_step(run, torch.device("cpu"))
     engine.begin_step(4, len(batches))
     if piped:
-        Schedule(model, forward_step, run, None).train(batches, len(batches), lambda _: None)
+        Schedule(model, forward_step, run, None).run_step(batches, len(batches), lambda _: None)
         engine.step_after_schedule()
     else:
         for batch in batches:

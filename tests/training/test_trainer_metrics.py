@@ -11,6 +11,7 @@ import pytest
 import torch
 from distributed import run_ranks
 
+from tempo_megatron.training.comparison import plot_losses
 from tempo_megatron.training.metrics import (
     MetricsFile,
     MonitorBuffer,
@@ -21,8 +22,7 @@ from tempo_megatron.training.metrics import (
     read_clocks,
     read_metrics,
 )
-from tempo_megatron.training.plots import plot_losses
-from tempo_megatron.training.run.batch_sizes import BatchSizes
+from tempo_megatron.training.run.run_config import BatchSizes
 
 
 def written(path: Path, losses: list[float]) -> Path:

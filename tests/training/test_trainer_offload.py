@@ -29,24 +29,24 @@ CONFIG: dict[str, Any] = {"zero_optimization": {"stage": 1}}
 
 def follow_offload() -> None:
     """Let a rank's copies take as long as a seed says, and print at the end what its engine counted."""
-    from tempo_megatron.training.job import Job
+    from tempo_megatron.training import loop
 
-    train = Job.train
+    train = loop.run_job
 
-    def train_and_tell(self: Job) -> None:
-        engine = self.offloading.engine
-        if self.offloading.num_layers:
+    def train_and_tell(job: Any) -> None:
+        engine = job.offloading.engine
+        if job.offloading.num_layers:
             engine._device = SlowLink()
-        train(self)
+        train(job)
         counted = {
             "peak": engine.peak_device_bytes,
             "left": engine.device_bytes + engine.pool.num_bytes_in_use,
             "moved": engine.moved_bytes,
             "stalls": engine.num_stalls,
         }
-        Path(f"{self.run.metrics_file}.{os.environ['RANK']}").write_text(json.dumps(counted))
+        Path(f"{job.run.metrics_file}.{os.environ['RANK']}").write_text(json.dumps(counted))
 
-    Job.train = train_and_tell  # type: ignore[method-assign]
+    loop.run_job = train_and_tell
 
 
 def train(data: Data, folder: Path, tempo: dict[str, Any], *words: str, world_size: int = 1) -> tuple[Run, list[Any]]:

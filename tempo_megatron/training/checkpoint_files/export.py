@@ -30,6 +30,7 @@ from tempo_megatron.training.checkpoint_files.integrity import (
     IMPORTED,
     RUN_FILE,
     check_format,
+    describe_layout,
     find_damage,
     find_missing,
     read_description,
@@ -38,7 +39,6 @@ from tempo_megatron.training.checkpoint_files.saved_state import SavedState
 from tempo_megatron.training.checkpoint_files.tensor_file import write_tensors
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_LAYOUT_FIELDS = ("tensor_model_parallel_size", "data_parallel_size", "zero_stage")
 _HUGGINGFACE_FILE = "model.safetensors"
 _COMPANIONS = ("config.json", "tokenizer", *TOKENIZER_FILES)
 
@@ -71,9 +71,7 @@ def run_export(args: argparse.Namespace) -> int:
     run = _read_run(checkpoint, args.format)
     output, dtype = Path(args.output), _DTYPES[args.dtype]
     _check_output(output, args.format)
-    tp, dp, stage = (run[name] for name in _LAYOUT_FIELDS)
-    pp = run.get("pipeline_model_parallel_size", 1)
-    print(f"reading {checkpoint}: TP {tp}, {f'PP {pp}, ' if pp > 1 else ''}DP {dp}, ZeRO {stage}", flush=True)
+    print(f"reading {checkpoint}: {describe_layout(run)}", flush=True)
     state = SavedState(checkpoint, run)
     if args.format == "huggingface":
         shapes, tensors = list_converted(state, run), convert(state, run)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from tempo_megatron.beside import first_line
 from tempo_megatron.disk import flush_to_disk
-from tempo_megatron.training.checkpoint_files.host_copy import copy_to_host
 
 
 def _find_member(cls: Any, name: str) -> Any:
@@ -28,13 +29,9 @@ def _find_member(cls: Any, name: str) -> Any:
     return ZeroStageEnum[name]
 
 
-# The classes that DeepSpeed's optimizers save besides tensors and plain containers. None of them runs code from the
-# file.
+# The classes that DeepSpeed's optimizers save besides tensors and plain containers. None of them runs code from a file.
 ALLOWED_CLASSES: list[Any] = [
-    DynamicLossScaler,
-    LossScaler,
-    ZeroStageEnum,
-    fragment_address,
+    *(DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address),
     (_find_member, "builtins.getattr"),
 ]
 
@@ -79,10 +76,8 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy D
     """The checkpoint engine by which DeepSpeed reads and writes its files.
 
     A file that cannot be written does not raise at once, because the other ranks wait for this one inside DeepSpeed.
-    Call take_failure when DeepSpeed has returned.
-
-    Args:
-        in_background: only copy what is to be written, to the host's memory; `take_writer` then writes it.
+    Call take_failure when DeepSpeed has returned. With `in_background` what is to be written is only copied to the
+    host's memory, and `take_writer` writes it.
     """
 
     def __init__(self, in_background: bool) -> None:
@@ -122,14 +117,14 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy D
         if self.in_background:
             self._copies.append(copy_to_host(state_dict))
         else:
-            self._failure = self._failure or try_to_write(torch.save, state_dict, path)
+            self.attempt(torch.save, state_dict, path)
 
-    def attempt(self, write: Callable[..., Any], *args: Any) -> None:
-        """Calls a function of DeepSpeed that writes without this engine."""
-        self._failure = self._failure or try_to_write(write, *args)
+    def attempt(self, write: Callable[..., Any], *args: Any, **options: Any) -> None:
+        """Calls what writes, also a function of DeepSpeed that does so without this engine."""
+        self._failure = self._failure or try_to_write(write, *args, **options)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        self._failure = self._failure or try_to_write(os.makedirs, path, exist_ok=exist_ok)
+        self.attempt(os.makedirs, path, exist_ok=exist_ok)
 
 
 def try_to_write(write: Any, *args: Any, **options: Any) -> str | None:
@@ -149,3 +144,32 @@ def try_to_write(write: Any, *args: Any, **options: Any) -> str | None:
 def name_rank_file(rank: int) -> str:
     """Names the file that the trainer itself writes for a rank, beside DeepSpeed's files."""
     return f"rank_{rank:05d}.pt"
+
+
+def copy_to_host(state: Any) -> Any:
+    """Returns a copy of a state, its tensors in the host's memory; later changes of the state do not reach it.
+
+    Mappings, lists and tuples are copied at any depth. Tensors that share a storage share its copy, so that torch.save
+    writes files of the same size.
+    """
+    storages: dict[tuple[str, int], Any] = {}
+
+    def copy_any(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return copy_tensor(value)
+        if isinstance(value, Mapping):
+            copied = {key: copy_any(inner) for key, inner in value.items()}
+            return copied if type(value) is dict else type(value)(copied)  # type: ignore[call-arg]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(copy_any, value))
+        return type(value)(map(copy_any, value)) if isinstance(value, (list, tuple)) else copy.deepcopy(value)
+
+    def copy_tensor(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        place = (str(storage.device), storage.data_ptr())
+        if place not in storages or storage.nbytes() == 0:
+            storages[place] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
+        host = torch.empty(0, dtype=tensor.dtype)
+        return host.set_(storages[place], tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    return copy_any(state)

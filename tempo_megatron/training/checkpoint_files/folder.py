@@ -63,11 +63,9 @@ class CheckpointFolder:
         """
         renamed = []
         for other in damaged:
-            target = next(
-                path for i in itertools.count() if not (path := self.path / f"{other}.damaged{i or ''}").exists()
-            )
-            (self.path / other).rename(target)
-            renamed.append(target.name)
+            names = (f"{other}.damaged{number or ''}" for number in itertools.count())
+            renamed.append(next(new for new in names if not (self.path / new).exists()))
+            (self.path / other).rename(self.path / renamed[-1])
         self._name_latest(name)
         return renamed
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import math
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +97,11 @@ def run_import(args: argparse.Namespace) -> int:
     folder.lock()
     try:
         unfinished = folder.path / folder.begin(0)
-        reason = try_to_write(_write, unfinished, source, run, layout, _convert(tensors, names, files))
+        joined = (
+            each.join([files[names[key]].to(dtype) for key in each.keys])
+            for each, (_, dtype, _) in zip(tensors, layout, strict=True)
+        )
+        reason = try_to_write(_write, unfinished, source, run, layout, joined)
         if reason:
             raise ValueError(f"--to {args.to} cannot be written ({reason}); free some space or give another folder")
         folder.commit(0)
@@ -207,40 +213,27 @@ def compute_dtype(each: Converted, names: Mapping[str, str], files: TensorFiles)
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
-def _convert(tensors: list[Converted], names: Mapping[str, str], files: TensorFiles) -> Iterator[Tensor]:
-    for each in tensors:
-        dtype = compute_dtype(each, names, files)
-        yield each.join([files[names[key]].to(dtype) for key in each.keys])
-
-
 def _report(source: Path, run: Mapping[str, Any], layout: Layout) -> None:
     elements = sum(math.prod(shape) for _, _, shape in layout)
-    print(
-        f"importing {source}: {elements:,} weights, {run['num_layers']} layers, hidden {run['hidden_size']}", flush=True
-    )
+    print(f"importing {source}: {elements:,} weights, {run['num_layers']} layers, hidden {run['hidden_size']}")
     size, padded = run["vocab_size"], run["padded_vocab_size"]
     if padded > size:
         print(
             f"the vocabulary of {size:,} tokens has {padded:,} rows; the new ones are the mean of the others, so that "
-            f"a loss is at most {math.log(padded / size):.2g} higher",
-            flush=True,
+            f"a loss is at most {math.log(padded / size):.2g} higher"
         )
+    sys.stdout.flush()
 
 
-def _write(
-    unfinished: Path,
-    source: Path,
-    run: Mapping[str, Any],
-    layout: Layout,
-    tensors: Iterator[Tensor],
-) -> None:
+def _write(unfinished: Path, source: Path, run: Mapping[str, Any], layout: Layout, tensors: Iterator[Tensor]) -> None:
     """Writes weights, their layout, the tokenizer's files and the description."""
     written = [unfinished / WEIGHTS_FILE, unfinished / name_rank_file(0)]
     write_tensors(written[0], layout, tensors, {"format": "pt"})
-    cuts = {name: Cut(shape, shape, (Box((0,) * len(shape), (0,) * len(shape), shape),)) for name, _, shape in layout}
-    whole = [Fragment(name, number, 0, 0, math.prod(shape)) for number, (name, _, shape) in enumerate(layout)]
-    described = {"pp_rank": 0, "tp_rank": 0, "dp_rank": 0, "cuts": {name: cut.pack() for name, cut in cuts.items()}}
-    described["fragments"] = [(each.name, each.group, each.start, each.first, each.last) for each in whole]
+    described: dict[str, Any] = {"pp_rank": 0, "tp_rank": 0, "dp_rank": 0, "cuts": {}, "fragments": []}
+    for number, (name, _, shape) in enumerate(layout):
+        start = (0,) * len(shape)
+        described["cuts"][name] = Cut(shape, shape, (Box(start, start, shape),)).pack()
+        described["fragments"].append(dataclasses.astuple(Fragment(name, number, 0, 0, math.prod(shape))))
     torch.save({"layout": described}, written[1])
     for name in TOKENIZER_FILES:
         if (source / name).is_file():

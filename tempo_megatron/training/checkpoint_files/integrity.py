@@ -19,7 +19,6 @@ FORMAT = 4
 IMPORTED = "imported_from"
 """In the description of a checkpoint that import has made: the folder of the model. The trainer writes none."""
 _SEAL = "sha256_of_the_rest"
-_BLOCK_BYTES = 1 << 24
 
 Files = dict[str, tuple[int, str]]
 """A file's name in the checkpoint -> its bytes and its SHA-256."""
@@ -48,19 +47,23 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / RUN_FILE
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(description, dict):
+            raise ValueError(f"{RUN_FILE} holds a {type(description).__name__}, expected an object")
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{checkpoint} is not a checkpoint of Tempo's trainer ({first_line(error)}); give another --load"
         ) from error
-    if not isinstance(description, dict):
-        raise ValueError(
-            f"{checkpoint} is not a checkpoint of Tempo's trainer ({RUN_FILE} holds a "
-            f"{type(description).__name__}, expected an object); give another --load"
-        )
     seal = description.pop(_SEAL, None)
     if (seal is not None or description.get("format") == FORMAT) and seal != _seal(description):
         raise ValueError(f"{path} is not what the trainer wrote: its checksum differs; give another checkpoint")
     return description
+
+
+def describe_layout(description: Mapping[str, Any]) -> str:
+    """`TP 2, PP 2, DP 1, ZeRO 1`; import writes no pipeline."""
+    pp = description.get("pipeline_model_parallel_size", 1)
+    tp, dp, stage = (description[name] for name in ("tensor_model_parallel_size", "data_parallel_size", "zero_stage"))
+    return f"TP {tp}, {f'PP {pp}, ' if pp > 1 else ''}DP {dp}, ZeRO {stage}"
 
 
 def check_format(description: Mapping[str, Any], where: str) -> None:
@@ -114,7 +117,7 @@ def hash_file(path: Path) -> str:
     """Returns the SHA-256 of a file's content."""
     found = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
+        while block := file.read(1 << 24):
             found.update(block)
     return found.hexdigest()
 

@@ -5,6 +5,7 @@ Files are memory-mapped, and only the requested elements are read.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -23,12 +24,9 @@ WEIGHTS_FILE = "weights.safetensors"
 
 
 class SavedState:
-    """The weights and moments that the ranks of a run wrote to `checkpoint`.
+    """The weights and moments that the ranks of a run wrote to the folder `checkpoint`.
 
-    Args:
-        checkpoint: one checkpoint's folder, iter_XXXXXXX.
-        saved: the content of its run.json.
-        option: by which the user has given it, for errors.
+    `saved` is the content of its run.json, `option` that by which the user has given it, for errors.
 
     Raises ValueError if a file is missing or damaged, or does not describe its rank's parts.
     """
@@ -39,7 +37,7 @@ class SavedState:
         self.tp: int = saved["tensor_model_parallel_size"]
         # Without ZeRO the data-parallel ranks have equal states, and only the first one's are saved.
         self.dp: int = saved["data_parallel_size"] if self.zero_stage else 1
-        self._contents: dict[tuple[int, int], Any] = {}
+        self._read_content = functools.cache(self._read_uncached)
         pp: int = saved.get("pipeline_model_parallel_size", 1)  # import writes none
         self._model_parallel_ranks = range(self.tp * pp)
         # The pipeline stage of each parameter. The last one's copy of tied word embeddings is left out.
@@ -49,15 +47,12 @@ class SavedState:
         self._fragments: list[dict[str, list[tuple[int, Fragment]]]] = [{} for _ in range(self.tp)]
         # Stage by stage: the ranks of the first one come first.
         for rank in range(self.tp * saved["data_parallel_size"] * pp):
-            self._add_rank(read_tensors(checkpoint / name_rank_file(rank))["layout"])
-
-    def _add_rank(self, described: dict[str, Any]) -> None:
-        tp_rank, dp_rank, stage = described["tp_rank"], described["dp_rank"], described["pp_rank"]
-        if dp_rank == 0:
-            for name, cut in described["cuts"].items():
+            described = read_tensors(checkpoint / name_rank_file(rank))["layout"]
+            tp_rank, dp_rank, stage = described["tp_rank"], described["dp_rank"], described["pp_rank"]
+            for name, cut in described["cuts"].items() if dp_rank == 0 else ():
                 self.cuts[tp_rank].setdefault(name, Cut.unpack(cut))
-        if dp_rank < self.dp:
-            for fragment in (Fragment(*packed) for packed in described["fragments"]):
+            for packed in described["fragments"] if dp_rank < self.dp else ():
+                fragment = Fragment(*packed)
                 if self._stages.setdefault(fragment.name, stage) == stage:
                     self._fragments[tp_rank].setdefault(fragment.name, []).append((dp_rank, fragment))
 
@@ -89,12 +84,11 @@ class SavedState:
     def list_names(self) -> list[str]:
         """Lists the model's parameters. Raises ValueError if `read_whole` cannot put one of them together."""
         names = sorted(self._fragments[0])
-        for name in names:
-            if any(name not in cuts for cuts in self.cuts):
-                raise ValueError(
-                    f"{self.where}: nothing says how {name} is divided over tensor-parallel ranks; give "
-                    "another checkpoint"
-                )
+        if undivided := [name for name in names if any(name not in cuts for cuts in self.cuts)]:
+            raise ValueError(
+                f"{self.where}: nothing says how {undivided[0]} is divided over tensor-parallel ranks; give another "
+                "checkpoint"
+            )
         return names
 
     def read_whole(self, name: str) -> tuple[Tensor, float]:
@@ -124,24 +118,17 @@ class SavedState:
         dp_rank, fragment = self._fragments[0][name][0]
         return float(self._get_states(self._get_model_parallel_rank(name, 0), dp_rank)[fragment.group]["step"])
 
-    def read_model_file(self) -> Any:
-        """Returns the first rank's model file, which also counts steps and samples."""
-        return read_tensors(get_model_file(self.checkpoint, 0, self.zero_stage), is_mapped=True)
-
-    def read_optimizer_file(self) -> Any:
-        """Returns the first rank's file with optimizer states; under ZeRO it also holds the loss scaler."""
-        return self._read_content(0, 0)
+    def read_counts(self) -> tuple[Any, dict[str, int]]:
+        """Returns DeepSpeed's loss scaler, None if there is none, and what its engine counts."""
+        scaler = self._read_content(0, 0).get("optimizer_state_dict", {}).get("loss_scaler")
+        content = read_tensors(get_model_file(self.checkpoint, 0, self.zero_stage), is_mapped=True)
+        return scaler, {name: content[name] for name in ("global_steps", "global_samples", "skipped_steps")}
 
     def read(self, name: str, key: str, first: int, last: int, *, cut: Cut | None, tp: int, tp_rank: int) -> Tensor:
         """Returns elements [first, last) of the flattened part of a parameter that rank `tp_rank` of `tp` holds.
 
-        The result is flat, float32 and on the CPU.
-
-        Args:
-            name: the parameter's.
-            key: "weight" or one of MOMENTS.
-            first, last: counted in that rank's part.
-            cut: of that rank; needed only if `tp` is not the checkpoint's.
+        The result is flat, float32 and on the CPU. `key` is "weight" or one of MOMENTS. `cut` is that rank's; it is
+        needed only if `tp` is not the checkpoint's.
         """
         if tp == self.tp:
             return self._read_range(tp_rank, name, key, first, last)
@@ -178,15 +165,13 @@ class SavedState:
         return rows.view(box.size[0], *shape)[box.index(from_row=first_row)]
 
     def _read_range(self, tp_rank: int, name: str, key: str, first: int, last: int) -> Tensor:
-        parts: list[tuple[int, Tensor]] = []
-        for dp_rank, fragment in self._fragments[tp_rank][name]:
+        tensors: list[Tensor] = []
+        rank = self._get_model_parallel_rank(name, tp_rank)
+        for dp_rank, fragment in sorted(self._fragments[tp_rank][name], key=lambda each: each[1].first):
             begin, end = max(first, fragment.first), min(last, fragment.last)
             if begin < end:
-                rank = self._get_model_parallel_rank(name, tp_rank)
                 flat, start = self._get_flat(rank, dp_rank, fragment, key), fragment.start - fragment.first
-                parts.append((begin, flat[start + begin : start + end]))
-        parts.sort(key=lambda part: part[0])
-        tensors = [tensor.to(torch.float32) for _, tensor in parts]
+                tensors.append(flat[start + begin : start + end].to(torch.float32))
         assert sum(map(len, tensors)) == last - first, f"{name}: [{first}, {last}) of rank {tp_rank} is not whole"
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
@@ -213,17 +198,15 @@ class SavedState:
         states = content["optimizer_state_dict"]
         return states["optimizer_state_dict" if self.zero_stage == 3 else "base_optimizer_state"]["state"]
 
-    def _read_content(self, model_parallel_rank: int, dp_rank: int) -> Any:
-        if (model_parallel_rank, dp_rank) not in self._contents and self._is_imported:
-            self._contents[model_parallel_rank, dp_rank] = {"module": TensorFiles([self.checkpoint / WEIGHTS_FILE])}
-        if (model_parallel_rank, dp_rank) not in self._contents:
-            path = get_model_file(self.checkpoint, model_parallel_rank, 0)
-            if self.zero_stage:
-                name = f"zero_pp_rank_{dp_rank}_mp_rank_{model_parallel_rank:02d}_optim_states.pt"
-                prefixed = self.checkpoint / f"bf16_{name}"  # written by DeepSpeed's BF16_Optimizer
-                path = prefixed if prefixed.exists() else self.checkpoint / name
-            self._contents[model_parallel_rank, dp_rank] = read_tensors(path, is_mapped=True)
-        return self._contents[model_parallel_rank, dp_rank]
+    def _read_uncached(self, model_parallel_rank: int, dp_rank: int) -> Any:
+        if self._is_imported:
+            return {"module": TensorFiles([self.checkpoint / WEIGHTS_FILE])}
+        path = get_model_file(self.checkpoint, model_parallel_rank, 0)
+        if self.zero_stage:
+            name = f"zero_pp_rank_{dp_rank}_mp_rank_{model_parallel_rank:02d}_optim_states.pt"
+            prefixed = self.checkpoint / f"bf16_{name}"  # written by DeepSpeed's BF16_Optimizer
+            path = prefixed if prefixed.exists() else self.checkpoint / name
+        return read_tensors(path, is_mapped=True)
 
 
 def get_model_file(checkpoint: Path, model_parallel_rank: int, zero_stage: int) -> Path:

@@ -170,19 +170,25 @@ def get_partition(engine: Any) -> Partition:
     """Returns the Partition of a DeepSpeedEngine of any ZeRO stage; its tensors are the optimizer's own."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    fragments = []
     if stage == 0:
         groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         whole = [Fragment(names[id(group)], number, 0, 0, group.numel()) for number, group in enumerate(groups)]
         return Partition(groups, tuple(whole), optimizer)
     if stage == 3:
-        divided = _find_fragments_of_stage_3(engine.module, optimizer)
-        return Partition(list(optimizer.fp32_partitioned_groups_flat), tuple(divided), optimizer.optimizer)
+        rank = dist.get_rank(optimizer.dp_process_group)
+        for name, parameter in engine.module.named_parameters():
+            # Equal parts of each parameter, smaller or empty on the last ranks.
+            number, start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            first, last = rank * size, min((rank + 1) * size, parameter.ds_numel)
+            if first < last:
+                fragments.append(Fragment(name, number, start, first, last))
+        return Partition(list(optimizer.fp32_partitioned_groups_flat), tuple(fragments), optimizer.optimizer)
     if hasattr(optimizer, "bf16_groups"):  # DeepSpeed's BF16_Optimizer
         parameters, groups, offsets = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, None
     else:
         parameters, groups = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
         offsets = getattr(optimizer, "round_robin_bit16_offsets", None)  # versions that pad between parameters
-    fragments = []
     for number, (group, members) in enumerate(zip(groups, parameters, strict=True)):
         begin = dist.get_rank(optimizer.real_dp_process_group[number]) * group.numel()
         starts = offsets[number] if offsets is not None else accumulate((p.numel() for p in members), initial=0)
@@ -192,14 +198,3 @@ def get_partition(engine: Any) -> Partition:
                 name = names[id(parameter)]
                 fragments.append(Fragment(name, number, first - begin, first - start, last - start))
     return Partition(list(groups), tuple(fragments), optimizer.optimizer)
-
-
-def _find_fragments_of_stage_3(module: torch.nn.Module, optimizer: Any) -> Iterator[Fragment]:
-    """Yields the fragments of ZeRO-3: equal parts of each parameter, smaller or empty on the last ranks."""
-    rank = dist.get_rank(optimizer.dp_process_group)
-    parameter: Any
-    for name, parameter in module.named_parameters():
-        group, start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        first, last = rank * size, min((rank + 1) * size, parameter.ds_numel)
-        if first < last:
-            yield Fragment(name, group, start, first, last)

@@ -61,9 +61,6 @@ class _Piece(NamedTuple):
 class TensorFiles(Mapping[str, Tensor]):
     """The tensors of some safetensors files by name, each read from the disk when it is asked for.
 
-    Args:
-        paths: of the files.
-
     Raises ValueError, in one sentence, if a file is missing or damaged, or if two have a tensor of one name.
     """
 

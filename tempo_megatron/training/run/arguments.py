@@ -49,28 +49,21 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def parse_arguments(argv: Sequence[str] | None = None, family: str = "gpt") -> argparse.Namespace:
-    """Parses a command line and adds `family`. An argument that is left out is None if a checkpoint may decide it.
+    """Parses a command line, that of the process if `argv` is None, for a program of `family`: gpt, bert or t5.
 
-    Args:
-        argv: the arguments; None means those of the process.
-        family: gpt, bert or t5, the program's.
+    An argument that is left out is None if a checkpoint may decide it.
 
     Raises ValueError for an unknown or malformed argument.
     """
     args = build_parser(family).parse_args(sys.argv[1:] if argv is None else list(argv))
-    _check_words(args)
-    args.family = family
-    return args
-
-
-def _check_words(args: argparse.Namespace) -> None:
-    """Raises ValueError for a word that is empty or has a NUL character, which no file name may have."""
     for name, value in vars(args).items():
         for word in value if isinstance(value, list) else [value]:
             if word == "":
                 raise ValueError(f"{name_argument(name)} is empty; give a value, or leave it out")
             if isinstance(word, str) and "\0" in word:
                 raise ValueError(f"{name_argument(name)} {word!r} has a character of number 0; remove it")
+    args.family = family
+    return args
 
 
 def build_parser(family: str) -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 from tempo_megatron.cluster.versions import find_version
 from tempo_megatron.extras import is_installed
@@ -33,27 +34,19 @@ def check_run(run: RunConfig) -> None:
     """Raises ValueError for the first combination that cannot train."""
     tp = run.tensor_model_parallel_size
     check_layout(run.model, Layout(tp=tp, sp=run.sequence_parallel, etp=tp))
-    _check_parts(run)
-    _check_pipeline(run)
-    _check_batch_ramp(run)
-    _check_precision(run)
-    _check_schedule(run)
-    _check_recompute(run)
-    _check_data(run)
-    if run.masking is not None:
-        check_masking(run.masking, run.model)
-    _check_output(run)
-    _check_packages(run)
+    for refuse in (
+        *(_refuse_parts, _refuse_pipeline, _refuse_batch_ramp, _refuse_precision, _refuse_schedule),
+        *(_refuse_recompute, _refuse_data, _refuse_output, _refuse_packages),
+    ):
+        for sentence in refuse(run):
+            raise ValueError(sentence)
     check_with_deepspeed(run.deepspeed_config, run.deepspeed)
 
 
 def check_weights_fit(run: RunConfig, node_bytes: int, node_ranks: int) -> None:
     """Raises ValueError if the weights alone do not fit: building a model of a mistyped size could take for ever.
 
-    Args:
-        run: checked.
-        node_bytes: memory of this node, GPUs included.
-        node_ranks: processes of the run on it.
+    This node has `node_bytes` of memory, GPUs included, and `node_ranks` processes of the run.
     """
     if read_offload_device(run.deepspeed, "offload_param") == "nvme":
         return
@@ -76,21 +69,20 @@ def check_weights_fit(run: RunConfig, node_bytes: int, node_ranks: int) -> None:
         )
 
 
-def _check_parts(run: RunConfig) -> None:
-    """Raises ValueError for what a model with experts or latent attention cannot have here."""
+def _refuse_parts(run: RunConfig) -> Iterator[str]:
     model, tp = run.model, run.tensor_model_parallel_size
     what = "latent attention" if model.num_experts is None else "experts"
     if run.memory_budget is not None and (model.num_experts is not None or model.multi_latent_attention):
-        raise ValueError(f"a memory budget is given, and the planner does not know {what}; leave the budget out")
+        yield f"a memory budget is given, and the planner does not know {what}; leave the budget out"
     if model.num_experts is None:
         return
     if tp > 1 and not run.sequence_parallel:
-        raise ValueError(
+        yield (
             f"--tensor-model-parallel-size is {tp} and the model has experts, which Megatron trains with "
             "--sequence-parallel only; add it"
         )
     if run.pipeline_model_parallel_size > 1:
-        raise ValueError(
+        yield (
             f"--pipeline-model-parallel-size is {run.pipeline_model_parallel_size}, and the model has experts, which "
             "the trainer has in one stage only; expected 1: remove it, or train with Megatron-LM (tempo-megatron run)"
         )
@@ -108,13 +100,13 @@ def _check_parts(run: RunConfig) -> None:
     )
     for given, what in refused:
         if given:
-            raise ValueError(
+            yield (
                 f"the model has experts with {what}; remove it from the model, or train with Megatron-LM "
                 "(tempo-megatron run)"
             )
 
 
-def _check_pipeline(run: RunConfig) -> None:
+def _refuse_pipeline(run: RunConfig) -> Iterator[str]:
     stages, per_chunk = run.pipeline_model_parallel_size, run.num_layers_per_virtual_pipeline_stage
     option, num_layers = f"--pipeline-model-parallel-size {stages}", run.model.num_layers
     layout = run.pipeline_model_parallel_layout
@@ -122,62 +114,52 @@ def _check_pipeline(run: RunConfig) -> None:
     given = [f"{name} {value}" for name, value in cuts.items() if value is not None]
     if stages == 1:
         if given:
-            raise ValueError(f"{given[0]} needs --pipeline-model-parallel-size of at least 2; remove it or raise that")
+            yield f"{given[0]} needs --pipeline-model-parallel-size of at least 2; remove it or raise that"
         return
     if run.model.family == "t5":
-        raise ValueError(
+        yield (
             f"{option} is given, but encoder and decoder of Megatron's T5 stand in one process; leave it out, and "
             "divide the model by --tensor-model-parallel-size or ZeRO"
         )
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are both given; leave one of them out")
+        yield f"{' and '.join(given)} are both given; leave one of them out"
     if layout is not None:
-        _check_layout_of_pipeline(run, layout)
+        # A stage without layers would have no norm, and DeepSpeed one parameter group fewer.
+        for stage in range(stages):
+            if not sum((run.layers_of_chunks or ())[stage::stages]):
+                yield f"--pipeline-model-parallel-layout {layout} gives stage {stage} no layer; give it at least one t"
     elif num_layers % stages:
-        raise ValueError(f"--num-layers {num_layers} is not a multiple of {option}; change one of them")
+        yield f"--num-layers {num_layers} is not a multiple of {option}; change one of them"
     if per_chunk is not None and (per_chunk == num_layers // stages or num_layers // stages % per_chunk):
-        raise ValueError(
+        yield (
             f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the {num_layers // stages} layers of "
             "a pipeline stage into at least 2 chunks; change it or remove it"
         )
     if run.num_chunks > 1 and run.num_micro_batches % stages:
-        raise ValueError(
+        yield (
             f"a step has {run.num_micro_batches} micro batches, which are not a multiple of {option}, as interleaving "
             f"needs; change --global-batch-size, or remove {given[0]}"
         )
     if given and run.memory_budget is not None:
-        raise ValueError(
-            f"a memory budget is given with {given[0]}, whose chunks the planner does not know; remove one of them"
-        )
-    _check_deepspeed_of_pipeline(run, option)
+        yield f"a memory budget is given with {given[0]}, whose chunks the planner does not know; remove one of them"
+    yield from _refuse_deepspeed_of_pipeline(run, option)
 
 
-def _check_layout_of_pipeline(run: RunConfig, layout: str) -> None:
-    """Raises ValueError for a stage without layers: it would have no norm, and DeepSpeed one parameter group fewer."""
-    sizes, stages = run.layers_of_chunks, run.pipeline_model_parallel_size
-    assert sizes is not None
-    for stage in range(stages):
-        if not sum(sizes[stage::stages]):
-            raise ValueError(
-                f"--pipeline-model-parallel-layout {layout} gives stage {stage} no layer; give it at least one t"
-            )
-
-
-def _check_deepspeed_of_pipeline(run: RunConfig, option: str) -> None:
+def _refuse_deepspeed_of_pipeline(run: RunConfig, option: str) -> Iterator[str]:
     config = run.deepspeed
     stage = read_zero_stage(config)
     if stage > 1:
-        raise ValueError(
+        yield (
             f"{option} is given with ZeRO {stage}, which reduces gradients in each of the backward passes that a "
             "pipeline has under way at once; set zero_optimization.stage to 0 or 1"
         )
     if stage == 1 and config["zero_optimization"].get("overlap_comm"):
-        raise ValueError(
+        yield (
             f'{option} is given with "zero_optimization.overlap_comm", but the gradients of a pipeline are reduced '
             "after its last backward pass; remove it or set it to false"
         )
     if config.get("bf16", {}).get("immediate_grad_update") is False:
-        raise ValueError(
+        yield (
             f'{option} is given with "bf16.immediate_grad_update" false, which would add up micro batches in bf16; '
             "remove it or set it to true"
         )
@@ -186,30 +168,28 @@ def _check_deepspeed_of_pipeline(run: RunConfig, option: str) -> None:
         ("wall_clock_breakdown", config.get("wall_clock_breakdown")),
     ):
         if is_on:
-            raise ValueError(
+            yield (
                 f'{option} is given with "{name}", but DeepSpeed sees no micro batch of a pipeline that it could '
                 "measure; remove it"
             )
     version = find_version("deepspeed") or "0"
     if tuple(map(int, version.split(".")[:2])) < _DEEPSPEED_OF_PIPELINE:
         wanted = ".".join(map(str, _DEEPSPEED_OF_PIPELINE))
-        raise ValueError(
+        yield (
             f"{option} needs DeepSpeed {wanted}, and {version} is installed, whose optimizers add up gradients "
             f"elsewhere; pip install 'deepspeed>={wanted}'"
         )
 
 
-def _check_batch_ramp(run: RunConfig) -> None:
+def _refuse_batch_ramp(run: RunConfig) -> Iterator[str]:
     if run.rampup_batch_size is None:
         return
     start, increment, _ = run.rampup_batch_size
     option, full = f"--rampup-batch-size {' '.join(map(str, run.rampup_batch_size))}", run.global_batch_size
     if start >= full:
-        raise ValueError(
-            f"{option} begins with {start} samples, which are not below --global-batch-size {full}; lower it"
-        )
+        yield f"{option} begins with {start} samples, which are not below --global-batch-size {full}; lower it"
     if (full - start) % increment:
-        raise ValueError(
+        yield (
             f"{option}: the {full - start} samples from {start} to --global-batch-size {full} are not a multiple of "
             f"the increment {increment}; change one of them"
         )
@@ -220,133 +200,125 @@ def _check_batch_ramp(run: RunConfig) -> None:
         product += f" x {run.pipeline_model_parallel_size} stages that interleave"
     for name, size in (("first size", start), ("increment", increment)):
         if size % per_round:
-            raise ValueError(f"{option}: the {name} {size} is not a multiple of {per_round} = {product}; change it")
+            yield f"{option}: the {name} {size} is not a multiple of {per_round} = {product}; change it"
 
 
-def _check_precision(run: RunConfig) -> None:
+def _refuse_precision(run: RunConfig) -> Iterator[str]:
     config = run.deepspeed
     if run.precision == "fp16" and not run.on_gpu:
-        raise ValueError(
-            "the precision is fp16, but there is no GPU, and DeepSpeed has no fp16 on a CPU; use bf16 or fp32"
-        )
+        yield "the precision is fp16, but there is no GPU, and DeepSpeed has no fp16 on a CPU; use bf16 or fp32"
     stage = read_zero_stage(config)
     if stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero_optimization.stage in the DeepSpeed JSON is {stage}; expected 0, 1, 2 or 3")
+        yield f"zero_optimization.stage in the DeepSpeed JSON is {stage}; expected 0, 1, 2 or 3"
     if stage == 0 and run.precision != "fp32":
-        raise ValueError(
+        yield (
             f"the precision is {run.precision} without ZeRO, but DeepSpeed's optimizer for that takes an extra step at "
             "the start and clips by the norm of one tensor-parallel rank; set zero_optimization.stage to 1, 2 or 3"
         )
     accumulated = config.get("data_types", {}).get("grad_accum_dtype")
     if stage == 0 and accumulated not in (None, "fp32"):
-        raise ValueError(
+        yield (
             f'"data_types.grad_accum_dtype" in the DeepSpeed JSON is {accumulated!r}, but without ZeRO gradients are '
             "fp32; remove it"
         )
     if offloads_optimizer(config) and stage == 0:
-        raise ValueError("zero_optimization.offload_optimizer needs ZeRO; set zero_optimization.stage to 1, 2 or 3")
+        yield "zero_optimization.offload_optimizer needs ZeRO; set zero_optimization.stage to 1, 2 or 3"
     if stage < 3 and read_offload_device(config, "offload_param") != "none":
-        raise ValueError(
+        yield (
             f"zero_optimization.offload_param needs partitioned parameters, but zero_optimization.stage is {stage}, "
             "where DeepSpeed ignores it; set the stage to 3 or remove it"
         )
 
 
-def _check_schedule(run: RunConfig) -> None:
+def _refuse_schedule(run: RunConfig) -> Iterator[str]:
     if run.min_lr > run.lr:
-        raise ValueError(f"--min-lr {run.min_lr} is above --lr {run.lr}; lower it")
+        yield f"--min-lr {run.min_lr} is above --lr {run.lr}; lower it"
     if run.lr_warmup_iters >= run.lr_decay_iters:
-        raise ValueError(
+        yield (
             f"--lr-warmup-iters {run.lr_warmup_iters} is not below the {run.lr_decay_iters} steps of decay "
             "(--lr-decay-iters, else --train-iters); shorten the warm-up"
         )
     if run.lr_decay_style != "WSD":
         for name in ("iters", "style"):
             if getattr(run, f"lr_wsd_decay_{name}") is not None:
-                raise ValueError(
+                yield (
                     f"--lr-wsd-decay-{name} is given, but --lr-decay-style is {run.lr_decay_style}; give WSD there or "
                     f"leave --lr-wsd-decay-{name} out"
                 )
     elif run.lr_wsd_decay_iters is None:
-        raise ValueError("--lr-decay-style WSD is given without --lr-wsd-decay-iters; give the steps of its decay")
+        yield "--lr-decay-style WSD is given without --lr-wsd-decay-iters; give the steps of its decay"
     elif run.lr_wsd_decay_iters > run.lr_decay_iters - run.lr_warmup_iters:
-        raise ValueError(
+        yield (
             f"--lr-wsd-decay-iters {run.lr_wsd_decay_iters} is more than the "
             f"{run.lr_decay_iters - run.lr_warmup_iters} steps that follow the warm-up; lower it"
         )
 
 
-def _check_recompute(run: RunConfig) -> None:
+def _refuse_recompute(run: RunConfig) -> Iterator[str]:
     granularity = run.recompute_granularity
     for option in ("method", "num_layers"):
         if getattr(run, f"recompute_{option}") is not None and granularity != "full":
             name = option.replace("_", "-")
-            raise ValueError(f"--recompute-{name} is for full recomputation; add --recompute-granularity full")
+            yield f"--recompute-{name} is for full recomputation; add --recompute-granularity full"
     if granularity == "full" and run.recompute_method is None:
-        raise ValueError("--recompute-granularity full needs --recompute-method; give uniform or block")
+        yield "--recompute-granularity full needs --recompute-method; give uniform or block"
     stages = run.pipeline_model_parallel_size
     num_layers = max(run.layers_of_chunks or (run.model.num_layers // (stages * run.num_chunks),))
     if run.recompute_num_layers is not None and run.recompute_num_layers > num_layers:
         where = "the model's" if stages == 1 else "a pipeline stage's" if run.num_chunks == 1 else "a chunk's"
-        raise ValueError(
-            f"--recompute-num-layers {run.recompute_num_layers} is more than {where} {num_layers} layers; lower it"
-        )
+        yield f"--recompute-num-layers {run.recompute_num_layers} is more than {where} {num_layers} layers; lower it"
     if run.recompute_modules is not None and granularity != "selective":
-        raise ValueError("--recompute-modules is for selective recomputation; add --recompute-granularity selective")
+        yield "--recompute-modules is for selective recomputation; add --recompute-granularity selective"
     for module in run.recompute_modules or ():
         if reason := _REFUSED_MODULES.get(module):
-            raise ValueError(f"--recompute-modules {module} cannot be used: {reason}; use core_attn or mlp")
+            yield f"--recompute-modules {module} cannot be used: {reason}; use core_attn or mlp"
 
 
-def _check_data(run: RunConfig) -> None:
+def _refuse_data(run: RunConfig) -> Iterator[str]:
     if run.eval_iters and not run.split_weights[1]:
-        raise ValueError(f"--split {run.split} leaves nothing for validation; add --eval-iters 0 or change the split")
+        yield f"--split {run.split} leaves nothing for validation; add --eval-iters 0 or change the split"
     if run.test_iters and not run.split_weights[2]:
-        raise ValueError(f"--split {run.split} leaves nothing for --test-iters; change the split or leave that out")
+        yield f"--split {run.split} leaves nothing for --test-iters; change the split or leave that out"
     if run.num_workers > 1024:
-        raise ValueError(f"--num-workers {run.num_workers} is more than 1024 processes a rank; give a few")
+        yield f"--num-workers {run.num_workers} is more than 1024 processes a rank; give a few"
     has_merges = run.model.family == "gpt" or bool(run.merge_file)  # WordPiece has none
     if bool(run.vocab_file) != bool(run.merge_file) and has_merges:
         given, missing = ("vocab", "merge") if run.vocab_file else ("merge", "vocab")
-        raise ValueError(f"--{given}-file is given without --{missing}-file; give both or none")
+        yield f"--{given}-file is given without --{missing}-file; give both or none"
+    if run.masking is not None:
+        check_masking(run.masking, run.model)
 
 
-def _check_output(run: RunConfig) -> None:
+def _refuse_output(run: RunConfig) -> Iterator[str]:
     for name, option in OPTIONS.items():
         if option.needs and getattr(run, name) and not getattr(run, option.needs):
             needed = name_argument(option.needs)
-            raise ValueError(f"{name_argument(name)} is given without {needed}; give {needed} too, or remove it")
-    if run.eval_only:
-        _check_evaluation(run)
+            yield f"{name_argument(name)} is given without {needed}; give {needed} too, or remove it"
+    if run.eval_only and not run.load:
+        yield "--eval-only computes the losses of a checkpoint; give its folder with --load"
+    if run.eval_only and run.save:
+        yield "--eval-only writes no checkpoint; leave out --save, and give --metrics-file for the losses"
+    if run.eval_only and not run.eval_iters and not run.test_iters:
+        yield "--eval-only is given with 0 batches to evaluate; raise --eval-iters or --test-iters"
     if run.profile is not None:
-        _check_profile(run)
+        yield from _refuse_profile(run, run.profile[0])
     if run.metrics_file:
         check_metrics_file(run.metrics_file)
 
 
-def _check_evaluation(run: RunConfig) -> None:
-    if not run.load:
-        raise ValueError("--eval-only computes the losses of a checkpoint; give its folder with --load")
-    if run.save:
-        raise ValueError("--eval-only writes no checkpoint; leave out --save, and give --metrics-file for the losses")
-    if not run.eval_iters and not run.test_iters:
-        raise ValueError("--eval-only is given with 0 batches to evaluate; raise --eval-iters or --test-iters")
-
-
-def _check_profile(run: RunConfig) -> None:
-    assert run.profile is not None
+def _refuse_profile(run: RunConfig, first: int) -> Iterator[str]:
     if run.eval_only:
-        raise ValueError("--profile records steps of training, of which --eval-only takes none; remove one of them")
+        yield "--profile records steps of training, of which --eval-only takes none; remove one of them"
     if run.profile_dir is None:
-        raise ValueError("--profile is given without a folder; give --profile-dir or --save")
-    if run.profile[0] > run.train_iters:
-        raise ValueError(f"--profile begins at step {run.profile[0]}, beyond --train-iters {run.train_iters}; lower it")
+        yield "--profile is given without a folder; give --profile-dir or --save"
+    if first > run.train_iters:
+        yield f"--profile begins at step {first}, beyond --train-iters {run.train_iters}; lower it"
     if absent := [rank for rank in run.profile_ranks if rank >= run.world_size]:
-        raise ValueError(f"--profile-ranks {absent[0]} is not one of the {run.world_size} ranks, which begin at 0")
+        yield f"--profile-ranks {absent[0]} is not one of the {run.world_size} ranks, which begin at 0"
 
 
-def _check_packages(run: RunConfig) -> None:
-    """Raises ValueError if a package is missing that would be imported late: by the engine, or at the run's end."""
+def _refuse_packages(run: RunConfig) -> Iterator[str]:
+    """Names a package that is missing and would be imported late: by the engine, or at the run's end."""
     asked = {
         f'"{block}" in the DeepSpeed JSON': package
         for block, package in _OF_MONITORS.items()
@@ -356,7 +328,7 @@ def _check_packages(run: RunConfig) -> None:
         asked[f"the loss curve {run.loss_plot}"] = "matplotlib"
     for what, package in asked.items():
         if not is_installed(package):
-            raise ValueError(f"{what} needs {package}, which is not installed; pip install {package}")
+            yield f"{what} needs {package}, which is not installed; pip install {package}"
 
 
 def check_metrics_file(path: str) -> None:

@@ -44,12 +44,7 @@ def complete_run(
 ) -> RunConfig:
     """Completes the run that `args` describe; changes neither `args` nor `deepspeed`.
 
-    Args:
-        args: of parse_arguments.
-        deepspeed: content of the DeepSpeed JSON, of read_deepspeed_config.
-        saved: of read_saved_run, the checkpoint to resume from; None for a new run.
-        world_size: processes of the run.
-        on_gpu: whether they have GPUs.
+    `deepspeed` is of read_deepspeed_config, and `saved` of read_saved_run: None for a new run.
 
     Raises ValueError if something without a default is missing, or if two sources contradict each other.
     """
@@ -61,15 +56,16 @@ def complete_run(
     pretrained = read_pretrained(args.pretrained_checkpoint, args.family) if saved is None else None
     given = {**vars(args), "model": _complete_model(args, settings, saved, pretrained)}
     if given["bias_gelu_fusion"] is None:
-        given["bias_gelu_fusion"] = _decide_gelu_fusion(args, pretrained, on_gpu)
+        gelu_form = (pretrained or {}).get("gelu_form")
+        if pretrained is None and args.model and is_config(args.model):
+            gelu_form = read_config(args.model).gelu_form
+        given["bias_gelu_fusion"] = on_gpu if gelu_form is None else gelu_form == "tanh"
     given |= _decide_recomputation(args)
     values = {name: _complete(name, given.get(name), args, deepspeed) for name in OPTIONS}
-    if values["num_workers"] is None:
-        values["num_workers"] = 2 if on_gpu else 0
-    if values["lr_decay_iters"] is None:
-        values["lr_decay_iters"] = values["train_iters"]
-    if values["lr_decay_style"] == "WSD" and values["lr_wsd_decay_style"] is None:
-        values["lr_wsd_decay_style"] = WSD_DECAY_STYLES[0]
+    others = {"num_workers": 2 if on_gpu else 0, "lr_decay_iters": values["train_iters"]}
+    if values["lr_decay_style"] == "WSD":
+        others["lr_wsd_decay_style"] = WSD_DECAY_STYLES[0]
+    values |= {name: value for name, value in others.items() if values[name] is None}
     for name, what in _NEEDED.items():
         if values[name] is None:
             raise ValueError(f"{name_argument(name)} is missing; give {what}")
@@ -123,13 +119,6 @@ def _complete(name: str, value: Any, args: argparse.Namespace, deepspeed: Mappin
     return tuple(value) if isinstance(value, list) else value
 
 
-def _decide_gelu_fusion(args: argparse.Namespace, pretrained: Mapping[str, Any] | None, on_gpu: bool) -> bool:
-    gelu_form = (pretrained or {}).get("gelu_form")
-    if pretrained is None and args.model and is_config(args.model):
-        gelu_form = read_config(args.model).gelu_form
-    return on_gpu if gelu_form is None else gelu_form == "tanh"
-
-
 def _complete_model(
     args: argparse.Namespace,
     settings: Mapping[str, Any],
@@ -153,14 +142,11 @@ def _complete_model(
 
 def _decide_recomputation(args: argparse.Namespace) -> dict[str, Any]:
     granularity, num_layers = args.recompute_granularity, args.recompute_num_layers
-    if args.recompute_activations:
-        if granularity in ("full", "none"):
-            raise ValueError(
-                f"--recompute-activations is selective but --recompute-granularity is {granularity}; give one of them"
-            )
-        granularity = "selective"
-    if granularity == "none":
-        granularity = None
+    if args.recompute_activations and granularity in ("full", "none"):
+        raise ValueError(
+            f"--recompute-activations is selective but --recompute-granularity is {granularity}; give one of them"
+        )
+    granularity = "selective" if args.recompute_activations else None if granularity == "none" else granularity
     if granularity == "full" and num_layers is None:
         num_layers = 1
     return {"recompute_granularity": granularity, "recompute_num_layers": num_layers}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -19,8 +19,7 @@ def read_deepspeed_config(path: str) -> dict[str, Any]:
     # The import takes seconds, which a run needs anyway; an error in the command line has been reported by now.
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    zero_names = [name for name, _ in _list_fields(DeepSpeedZeroConfig)]
-    config = read_deepspeed_json(path, zero_names=zero_names, refused=REFUSED)
+    config = read_deepspeed_json(path, zero_names=list(_list_fields(DeepSpeedZeroConfig)), refused=REFUSED)
     for key in _REFUSED_CHECKPOINT:
         value = config.get("checkpoint", {}).get(key)
         if value if key == "writer" else value is not None and parse_boolean(path, f"checkpoint.{key}", value):
@@ -68,22 +67,19 @@ def _list_names(title: str, path: list[str]) -> list[str]:
     """Returns the names in DeepSpeed's model of this class name, or in the one that lies at `path` in it."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
-    model: Any = next(each for each in _list_models(DeepSpeedConfigModel) if each.__name__ == title)
+    models: list[Any] = [DeepSpeedConfigModel]
+    for each in models:  # which grows
+        models += each.__subclasses__()
+    model = next(each for each in models if each.__name__ == title)
     for part in path:
-        annotation = next(field.annotation for name, field in _list_fields(model) if name == part)
+        annotation = _list_fields(model)[part].annotation
         kinds = (annotation, *get_args(annotation))
         model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
-    return [name for name, _ in _list_fields(model)]
+    return list(_list_fields(model))
 
 
-def _list_models(model: Any) -> Iterator[Any]:
-    yield model
-    for each in model.__subclasses__():
-        yield from _list_models(each)
-
-
-def _list_fields(model: Any) -> list[tuple[str, Any]]:
-    return [(field.alias or name, field) for name, field in model.model_fields.items()]
+def _list_fields(model: Any) -> dict[str, Any]:
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def read_zero_stage(config: Mapping[str, Any]) -> int:
@@ -93,12 +89,6 @@ def read_zero_stage(config: Mapping[str, Any]) -> int:
 def is_given(config: Mapping[str, Any], key: str) -> bool:
     """Whether the JSON has a value other than "auto" for a key."""
     return config.get(key, "auto") not in (None, "auto")
-
-
-def decides_batch_size(config: Mapping[str, Any]) -> bool:
-    """Whether the JSON has a number that decides the size of a global batch."""
-    total_key, _, steps_key = BATCH_KEYS
-    return any(is_given(config, key) for key in (total_key, steps_key))
 
 
 def read_precision(config: Mapping[str, Any]) -> str:
@@ -123,17 +113,13 @@ def complete_deepspeed_config(
 ) -> dict[str, Any]:
     """Returns a copy of `config` with batch sizes, clipping and precision decided.
 
-    Args:
-        config: of read_deepspeed_config.
-        given: micro_batch_size and global_batch_size of the command line or the checkpoint, None if they have no
-            value; clip_grad, None only if `config` has it; bf16 and fp16.
-        data_parallel_size: of the run.
+    `given` has micro_batch_size, global_batch_size and clip_grad of the command line or the checkpoint, None if they
+    have no value, and bf16 and fp16.
 
     Raises ValueError if the command line and the JSON contradict each other or the sizes do not divide.
     """
     filled = {**config, **_decide_batch_sizes(config, given, data_parallel_size), **_decide_precision(config, given)}
-    clip = _agree("--clip-grad", given["clip_grad"], "gradient_clipping", _read_number(config, "gradient_clipping"))
-    filled["gradient_clipping"] = float(clip)
+    filled["gradient_clipping"] = float(_agree("--clip-grad", given["clip_grad"], config, "gradient_clipping"))
     filled.setdefault("steps_per_print", 10**9)  # the trainer prints its own line
     zero = dict(filled.get("zero_optimization", {}))
     zero.setdefault("stage", 0)
@@ -149,12 +135,9 @@ def copy_deepspeed_config(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def _read_number(config: Mapping[str, Any], key: str) -> Any:
-    """Returns the JSON's value; None if it is missing or "auto"."""
-    return config[key] if is_given(config, key) else None
-
-
-def _agree(option: str, given: Any, key: str, configured: Any) -> Any:
+def _agree(option: str, given: Any, config: Mapping[str, Any], key: str) -> Any:
+    """Returns what the command line and the JSON say together; None if neither says anything."""
+    configured = config[key] if is_given(config, key) else None
     if given is not None and configured is not None and given != configured:
         raise ValueError(
             f'{option} is {given} but "{key}" in the DeepSpeed JSON is {configured}; make them equal or say "auto"'
@@ -164,9 +147,9 @@ def _agree(option: str, given: Any, key: str, configured: Any) -> Any:
 
 def _decide_batch_sizes(config: Mapping[str, Any], given: Mapping[str, Any], data_parallel_size: int) -> dict[str, int]:
     total_key, micro_key, steps_key = BATCH_KEYS
-    micro = _agree("--micro-batch-size", given["micro_batch_size"], micro_key, _read_number(config, micro_key))
-    total = _agree("--global-batch-size", given["global_batch_size"], total_key, _read_number(config, total_key))
-    steps = _read_number(config, steps_key)
+    micro = _agree("--micro-batch-size", given["micro_batch_size"], config, micro_key)
+    total = _agree("--global-batch-size", given["global_batch_size"], config, total_key)
+    steps = config[steps_key] if is_given(config, steps_key) else None
     if micro is None:
         raise ValueError(f'--micro-batch-size is missing; give it, or "{micro_key}" in the DeepSpeed JSON')
     per_round = micro * data_parallel_size

@@ -18,8 +18,6 @@ WORDS, TOKENS = "words", "tokens"
 SHORTEST_SAMPLE = 5
 """[CLS], a token, [SEP], a token and [SEP]."""
 _SHORTEST_DECODER = 3
-_SPECIAL_TOKENS = 3
-"""Megatron leaves room for these even in a sample of one segment."""
 
 
 _option = functools.partial(option, on_load=STAYS, group="masking")
@@ -53,9 +51,7 @@ class SpanMasking:
     mask_prob: float = _mask_prob()
     short_seq_prob: float = _short_seq_prob()
     vocab_extra_ids: int = _option(
-        "sentinels for spans to fill in; their ids follow the vocabulary's",
-        parse_positive,
-        default=100,
+        "sentinels for spans to fill in; their ids follow the vocabulary's", parse_positive, default=100
     )
 
 
@@ -74,11 +70,8 @@ def read_masking(family: str, values: Mapping[str, Any]) -> Masking | SpanMaskin
 def take_segments(args: argparse.Namespace, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns the two fields of ModelShape that say whether there are segments.
 
-    They come from the command line, else from --model, else from `stored`, else they are BERT's.
-
-    Args:
-        args: parsed.
-        stored: the ModelShape's fields of the checkpoint that the run resumes from.
+    They come from the command line, else from --model, else from `stored`, the checkpoint's fields of ModelShape, else
+    they are BERT's.
     """
     below = {**(stored or {}), **(read_shape_file(args.model) if args.model else {})}
     has_head = not args.bert_no_binary_head and below.get("add_binary_head", True)
@@ -103,10 +96,10 @@ def check_masking(masking: Masking | SpanMasking, shape: ModelShape) -> None:
             f"--seq-length {seq_length} has no room for two segments and what is around them; expected at least "
             f"{SHORTEST_SAMPLE}"
         )
-    tokens = seq_length - _SPECIAL_TOKENS
+    tokens = seq_length - 3  # Megatron leaves room for three special tokens even in a sample of one segment
     if masking.mask_prob * tokens < 1:
         # Megatron masks no word of more tokens than this product, and so none at all.
-        shortest = math.ceil(1 / masking.mask_prob) + _SPECIAL_TOKENS
+        shortest = math.ceil(1 / masking.mask_prob) + 3
         raise ValueError(
             f"--mask-prob {masking.mask_prob:g} of the {tokens} tokens that --seq-length {seq_length} has besides "
             f"[CLS] and [SEP] is less than one token, so nothing would be predicted; expected --mask-prob of at least "

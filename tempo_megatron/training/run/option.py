@@ -14,28 +14,26 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class OnLoad:
-    """What a run that goes on from a checkpoint does with a field."""
+    """What a run that goes on from a checkpoint does with a field; `is_taken`: one left out has its value there."""
 
     title: str
     is_taken: bool
-    """Whether a field that is left out has the checkpoint's value."""
-
-    reason: str = ""
+    reason: str
 
 
-STAYS = OnLoad("stays", is_taken=True, reason="another value than the checkpoint's is refused")
-SCHEDULE = OnLoad("stays", is_taken=True, reason="unless --override-opt-param-scheduler takes the whole schedule")
-COMPUTED = OnLoad("computed", is_taken=False, reason="it follows from other fields")
+STAYS = OnLoad("stays", True, "another value than the checkpoint's is refused")
+SCHEDULE = OnLoad("stays", True, "unless --override-opt-param-scheduler takes the whole schedule")
+COMPUTED = OnLoad("computed", False, "it follows from other fields")
 
 
 def may_change(reason: str) -> OnLoad:
     """The command line's value is used; `reason` says why it may differ from the checkpoint's."""
-    return OnLoad("may change", is_taken=True, reason=reason)
+    return OnLoad("may change", True, reason)
 
 
 def of_each_start(reason: str) -> OnLoad:
     """Each start sets the value; `reason` says why it is not taken from the checkpoint."""
-    return OnLoad("of each start", is_taken=False, reason=reason)
+    return OnLoad("of each start", False, reason)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,12 +87,11 @@ class Option:
         for name, text in self.switches.items():
             group.add_argument(f"--{name}", action="store_true", help=text)
         keywords = dict(self.keywords)
-        names = keywords.pop("names", (name_argument(field),))
         if self.parse is not None:
             keywords["type"] = self.parse
-        # A value that the checkpoint or the JSON may decide is None as long as nobody has given it.
-        default = None if self.on_load.is_taken else self.default
-        if names:
+        if names := keywords.pop("names", (name_argument(field),)):
+            # A value that the checkpoint or the JSON may decide is None as long as nobody has given it.
+            default = None if self.on_load.is_taken else self.default
             group.add_argument(*names, default=default, help=self.text, **keywords)
 
 

@@ -26,8 +26,8 @@ from tempo_megatron.training.checkpoint_files.integrity import (
     find_missing,
     read_description,
 )
-from tempo_megatron.training.differences import flatten
-from tempo_megatron.training.run.deepspeed_config import decides_batch_size, is_given
+from tempo_megatron.training.facts import flatten
+from tempo_megatron.training.run.deepspeed_config import is_given
 from tempo_megatron.training.run.masking import MASKINGS
 from tempo_megatron.training.run.option import SCHEDULE as OF_SCHEDULE
 from tempo_megatron.training.run.option import list_options, name_argument
@@ -76,20 +76,15 @@ def read_saved_run(args: argparse.Namespace, damaged: Mapping[str, str] | None =
     """Reads the description of the newest whole checkpoint in --load.
 
     It adds "checkpoint" (the name), "named" (whether the file `latest` exists) and "passed_over" (the newer checkpoints
-    that are not whole, name -> reason). It returns None without --load, or if --load is --save and still empty. It does
-    not read the contents of files: `integrity.find_damage` does.
-
-    Args:
-        args: parsed.
-        damaged: checkpoints that are known not to be whole, and why.
+    that are not whole, name -> reason), which begins with `damaged`. It returns None without --load, or if --load is
+    --save and still empty. It does not read the contents of files: `integrity.find_damage` does.
 
     Raises ValueError if no checkpoint is whole, or the newest whole one is not of this trainer's format.
     """
     if not args.load:
         return None
     folder = CheckpointFolder(args.load)
-    name = folder.find_latest()
-    if name is None:
+    if (name := folder.find_latest()) is None:
         if args.save and Path(args.save).resolve() == folder.path.resolve():
             return None
         raise ValueError(f"--load {args.load} holds no checkpoint; give a folder with one, or leave --load out")
@@ -126,10 +121,8 @@ def read_pretrained(path: str | None, family: str) -> dict[str, Any] | None:
     """
     if path is None:
         return None
-    folder = CheckpointFolder(path)
-    where = f"--pretrained-checkpoint {path}"
-    name = folder.find_latest()
-    if name is None:
+    folder, where = CheckpointFolder(path), f"--pretrained-checkpoint {path}"
+    if (name := folder.find_latest()) is None:
         raise ValueError(f"{where} holds no checkpoint; give a folder that import or the trainer has made")
     saved = complete_description(read_description(folder.path / name))
     check_format(saved, f"{where}/{name}")
@@ -183,12 +176,8 @@ def take_from_checkpoint(
 
 def _list_decided(given: Mapping[str, Any], config: Mapping[str, Any], settings: Mapping[str, Any]) -> set[str]:
     """Lists arguments that are left out but follow from others that the user gave."""
-    decided = set()
-    if is_given(config, "gradient_clipping"):
-        decided.add("clip_grad")
-    if is_given(config, "train_micro_batch_size_per_gpu"):
-        decided.add("micro_batch_size")
-    if decides_batch_size(config):
+    decided = {name for name in ("clip_grad", "micro_batch_size") if is_given(config, OPTIONS[name].in_json)}
+    if any(is_given(config, key) for key in ("train_batch_size", "gradient_accumulation_steps")):
         decided.add("global_batch_size")
     granularity = "selective" if given["recompute_activations"] else given["recompute_granularity"]
     if granularity not in (None, settings.get("recompute_granularity")):
@@ -226,8 +215,8 @@ def check_given_model(
 
     `folder` is the option that names the checkpoint's folder, with its value. Fields in `may_change` may differ.
     """
-    for name in [name for name in MODEL_FIELDS if name not in may_change]:
-        ours = given.get(name)
+    for name in MODEL_FIELDS:
+        ours = None if name in may_change else given.get(name)
         ours = list(ours) if isinstance(ours, tuple) else ours
         if ours is not None and name in saved and ours != saved[name]:
             raise ValueError(describe_conflict(f"{folder}/{saved['checkpoint']}", name, saved[name], ours))
@@ -262,24 +251,15 @@ def join_tempo(args: argparse.Namespace, config: Mapping[str, Any], settings: Ma
 
 
 def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a line about the settings that differ from the checkpoint's, if there are any.
-
-    Args:
-        saved: of read_saved_run.
-        settings: fields of the run as the user gave it.
-    """
+    """Yields a line about the settings, as the user gave them, that differ from the checkpoint's, if there are any."""
     stored = read_settings(saved)
-    theirs, ours = (
-        flatten(
-            {
-                "run": {
-                    **{name: each[name] for name in ("model", *MAY_CHANGE) if name in stored},
-                    "deepspeed": {k: v for k, v in each["deepspeed"].items() if k not in _TOLD_OF_JSON},
-                }
-            }
-        )
-        for each in (stored, json.loads(json.dumps(settings)))
-    )
+
+    def pick(fields: Mapping[str, Any]) -> dict[str, Any]:
+        picked = {name: fields[name] for name in ("model", *MAY_CHANGE) if name in stored}
+        picked["deepspeed"] = {k: v for k, v in fields["deepspeed"].items() if k not in _TOLD_OF_JSON}
+        return flatten({"run": picked})
+
+    theirs, ours = pick(stored), pick(json.loads(json.dumps(settings)))
     changes = [
         f"{name.removeprefix('run ')} {_write(theirs.get(name))} -> {_write(ours.get(name))}"
         for name in {**theirs, **ours}

@@ -16,7 +16,6 @@ from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.arguments import LEDGER
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import FrozenDict
-from tempo_megatron.training.run.batch_sizes import BatchSizes
 from tempo_megatron.training.run.masking import Masking, SpanMasking
 from tempo_megatron.training.run.option import (
     COMPUTED,
@@ -69,6 +68,38 @@ _folder = functools.partial(_output, parse=parse_folder, metavar="DIR")
 _layout = functools.partial(option, group="distributed", on_load=_LAYOUT)
 _YES_OR_NO: Any = {"action": argparse.BooleanOptionalAction}
 _SWITCH: Any = {"action": "store_true", "default": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSizes:
+    """The global batch sizes of a run's training steps."""
+
+    full: int
+    """That of --global-batch-size."""
+    ramp: tuple[int, int, int] | None
+    """The first size, what is added at a time, and the samples until the full size; None if every step is full."""
+
+    def find(self, consumed_samples: int) -> int:
+        """Returns the size of the step that begins after so many samples.
+
+        This is the rule of RampupBatchsizeNumMicroBatchesCalculator in megatron.core.num_microbatches_calculator, its
+        float64 quotients included, so that a run has the same steps as under Megatron-LM.
+        """
+        if self.ramp is None or consumed_samples > self.ramp[2]:
+            return self.full
+        start, increment, samples = self.ramp
+        per_increment = samples / ((self.full - start) // increment)
+        return start + increment * int(consumed_samples / per_increment)
+
+    def count_samples(self, steps: int) -> int:
+        """Returns the samples of the first `steps` steps of the run."""
+        samples = 0
+        for done in range(steps):
+            size = self.find(samples)
+            if size == self.full:  # so are all the steps that follow
+                return samples + (steps - done) * size
+            samples += size
+        return samples
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,8 +174,7 @@ class RunConfig:
     )
     lr_decay_iters: int = _schedule("steps until --min-lr (default --train-iters)", parse_positive)
     lr_wsd_decay_iters: int | None = _schedule(
-        "last steps, in which a WSD schedule (warm-up, stable, decay) goes down to --min-lr",
-        parse_positive,
+        "last steps, in which a WSD schedule (warm-up, stable, decay) goes down to --min-lr", parse_positive
     )
     lr_wsd_decay_style: str | None = _schedule(
         f"curve of that decay (default {WSD_DECAY_STYLES[0]})", choices=WSD_DECAY_STYLES
@@ -230,15 +260,10 @@ class RunConfig:
         "fused bias, dropout and residual on a GPU", on_load=_SAME_FUNCTION, default=True, **_YES_OR_NO
     )
     masked_softmax_fusion: bool = _recompute(
-        "fused softmax of the attention scores on a GPU with Apex",
-        on_load=_SAME_FUNCTION,
-        default=True,
-        **_YES_OR_NO,
+        "fused softmax of the attention scores on a GPU with Apex", on_load=_SAME_FUNCTION, default=True, **_YES_OR_NO
     )
 
-    save: str | None = _folder(
-        "where checkpoints go; every node must see the same folder",
-    )
+    save: str | None = _folder("where checkpoints go; every node must see the same folder")
     load: str | None = _folder(
         "continue from the latest checkpoint in this folder, of any layout (tensor and pipeline parallel size, number "
         "of processes, ZeRO stage), stock or Tempo. Options left out are as in the checkpoint, but for layout and "
@@ -265,9 +290,7 @@ class RunConfig:
     log_params_norm: bool = _output(
         "log the L2 norm of the model's parameters, over all ranks, in each log line", **_SWITCH
     )
-    tensorboard_dir: str | None = _folder(
-        "write TensorBoard events there",
-    )
+    tensorboard_dir: str | None = _folder("write TensorBoard events there")
     metrics_file: str | None = _output(
         "one JSON line per step (default DIR of --save)", metavar="JSONL", in_save="metrics.jsonl"
     )

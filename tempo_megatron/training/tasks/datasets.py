@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from glob import escape, glob
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
 from tempo_megatron.data.dataset_files import Sidecar, check_presence, load_dataset_tokenizer, validate_dataset
 from tempo_megatron.models.layout import pad_vocab_size
+from tempo_megatron.training.checkpoint_files.integrity import hash_file
+from tempo_megatron.training.ranks import gather
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.tasks import index_files
 from tempo_megatron.training.tasks.task import Batch, Collate, Task, Vocabulary
-from tempo_megatron.training.watch.agreement import gather
 from tempo_megatron.training.watch.stop_signal import ignore_stop_signals
 
 
@@ -29,14 +32,13 @@ def load_vocabulary(run: RunConfig, task: Task) -> Vocabulary:
     prefixes = run.blend[0]
     for prefix in prefixes:
         check_presence(prefix)
-    tokenizer = load_dataset_tokenizer(prefixes[0], run.vocab_file, run.merge_file, task.tokenizer_types)
-    for prefix in prefixes[1:]:
-        other = load_dataset_tokenizer(prefix, run.vocab_file, run.merge_file, task.tokenizer_types)
-        if other.unique_identifiers != tokenizer.unique_identifiers:
+    loaded = [load_dataset_tokenizer(each, run.vocab_file, run.merge_file, task.tokenizer_types) for each in prefixes]
+    for prefix, other in zip(prefixes, loaded, strict=True):
+        if other.unique_identifiers != loaded[0].unique_identifiers:
             raise ValueError(
                 f"{prefix} was made with another tokenizer than {prefixes[0]}; prepare both with the same one"
             )
-    tokenizer = task.extend_tokenizer(tokenizer, run)
+    tokenizer = task.extend_tokenizer(loaded[0], run)
     vocab_size = run.model.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
         raise ValueError(
@@ -91,17 +93,20 @@ def build_datasets(run: RunConfig, task: Task, tokenizer: Any) -> Datasets:
     """
     if int(os.environ["RANK"]) == 0:
         for prefix in run.blend[0]:
-            index_files.remove_cut_off(index_files.name_folder(task.dataset_class, prefix, run.data_cache_path))
+            _remove_cut_off_indices(_name_index_folder(task.dataset_class, prefix, run.data_cache_path))
     needed = run.batch_sizes.count_samples(run.train_iters)
     others = [run.global_batch_size * number for number in (run.eval_iters, run.test_iters)]
     sample_parts = run.sample_parts or (needed,)
     first, valid, test = _build_part(run, task, tokenizer, run.seed, (sample_parts[0], *others))
     parts = [first]
-    for number, samples in enumerate(sample_parts[1:], start=1):
-        parts.append(_build_part(run, task, tokenizer, (run.seed + number) % 2**32, (samples, 0, 0))[0])
-    missing = needed - sum(len(part) for part in parts)
-    if missing > 0:
-        parts.append(_build_part(run, task, tokenizer, (run.seed + len(parts)) % 2**32, (missing, 0, 0))[0])
+
+    def append(samples: int) -> None:
+        parts.append(_build_part(run, task, tokenizer, (run.seed + len(parts)) % 2**32, (samples, 0, 0))[0])
+
+    for samples in sample_parts[1:]:
+        append(samples)
+    if (missing := needed - sum(map(len, parts))) > 0:
+        append(missing)
         sample_parts = (*sample_parts, missing)
     train = first if len(parts) == 1 else torch.utils.data.ConcatDataset(parts)
     return Datasets(train, valid, test, sample_parts)
@@ -123,21 +128,21 @@ def _build_part(run: RunConfig, task: Task, tokenizer: Any, seed: int, sizes: Se
     for number, samples in enumerate(sizes):
         if not samples:
             config.split_matrix[number] = None
-    folders = [index_files.name_folder(task.dataset_class, prefix, run.data_cache_path) for prefix in prefixes]
+    folders = [_name_index_folder(task.dataset_class, prefix, run.data_cache_path) for prefix in prefixes]
     for _ in range(2):
-        before = index_files.list_files(folders)
+        before = {path for folder in folders for path in glob(os.path.join(escape(folder), "*.npy"))}
         try:
             builder = BlendedMegatronDatasetBuilder(task.dataset_class, list(sizes), lambda: True, config)
             built: list[Any] = builder.build()
-            if not _remove_changed_indices(before, index_files.list_files_of(*built)):
+            if not _remove_changed_indices(before, _list_indices_of(*built)):
                 return built
         except Exception as error:
-            if isinstance(error.__cause__, OSError) or isinstance(error, OSError):
-                cause = error.__cause__ or error
-                raise ValueError(
-                    f"the sample indices cannot be written ({cause}); give --data-cache-path a folder"
-                ) from error
-            raise
+            cause = error.__cause__ or error
+            if not isinstance(cause, OSError):
+                raise
+            raise ValueError(
+                f"the sample indices cannot be written ({cause}); give --data-cache-path a folder"
+            ) from error
     raise ValueError(
         f"the sample indices in {' '.join(folders)} are not as this run wrote them a moment ago; where another run "
         "writes them, too, give --data-cache-path a folder of its own"
@@ -147,16 +152,14 @@ def _build_part(run: RunConfig, task: Task, tokenizer: Any, seed: int, sizes: Se
 def _remove_changed_indices(before: Collection[str], used: Iterable[str]) -> bool:
     """Deletes changed index files and seals new ones, on rank 0; returns on every rank whether any was deleted.
 
-    Args:
-        before: the index files that existed before the datasets were built.
-        used: those that the datasets read.
+    `before` are the index files that existed before the datasets were built, `used` those that the datasets read.
     """
     changed: list[str] = []
     if dist.get_rank() == 0:
         for path in used:
             if path not in before:
-                index_files.write_digest(path)
-            elif not index_files.is_as_written(path):
+                Path(path + _SUFFIX).write_text(hash_file(Path(path)) + "\n", encoding="utf-8")
+            elif not _is_as_written(path):
                 changed.append(path)
                 os.remove(path)
         if changed:
@@ -174,16 +177,9 @@ def shard_batches(first: int, last: int, micro_batch_size: int, rank: int, data_
 
 
 class BatchStream:
-    """The micro batches of this rank, on `device`.
+    """The micro batches of this rank, on `device`: of `num_samples` global samples without the first consumed ones.
 
-    Args:
-        dataset: of build_datasets.
-        run: gives batch size and workers.
-        collate: of the task.
-        device: of this rank.
-        consumed_samples: global samples to skip, which a resumed run has seen.
-        num_samples: global samples in all.
-        rank, data_parallel_size: of the data-parallel group. All ranks of a tensor-parallel group read the same.
+    `rank` and `data_parallel_size` are of the data-parallel group. All ranks of a tensor-parallel group read the same.
     """
 
     def __init__(
@@ -231,9 +227,48 @@ def _describe_tokenizer_files(run: RunConfig, tokenizer: Any) -> dict[str, dict[
         assert sidecar is not None  # load_dataset_tokenizer has read it
         paths = sidecar.find_tokenizer_files(prefix)
     return {
-        f"{kind}_file": {
-            "path": os.path.abspath(path),
-            "sha256": tokenizer.unique_identifiers[f"{kind}_sha256"],
-        }
+        f"{kind}_file": {"path": os.path.abspath(path), "sha256": tokenizer.unique_identifiers[f"{kind}_sha256"]}
         for kind, path in zip(("vocab", "merge"), paths, strict=False)
     }
+
+
+# A digest beside each index file, in which Megatron's datasets store the order of their samples: megatron-core uses any
+# index file that exists, and one that was cut off or changed would give another order.
+_SUFFIX = ".sha256"
+
+
+def _name_index_folder(dataset_class: type, prefix: str, path_to_cache: str | None) -> str:
+    """Returns the folder in which megatron-core stores the index files of a data set."""
+    return path_to_cache or os.path.join(prefix, "cache", f"{dataset_class.__name__}_indices")
+
+
+def _remove_cut_off_indices(folder: str) -> None:
+    """Deletes index files that cannot be loaded because a run was killed while it wrote them."""
+    for path in glob(os.path.join(escape(folder), "*.npy")):
+        try:
+            np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError):
+            os.remove(path)
+
+
+def _list_indices_of(*datasets: Any) -> Iterator[str]:
+    """Yields the index files that datasets read: MegatronDatasets, BlendedDatasets of them, or None."""
+    for dataset in datasets:
+        if dataset is None:
+            continue
+        if parts := getattr(dataset, "datasets", None):
+            yield from _list_indices_of(*parts)
+            folder = dataset.config.path_to_cache
+        else:
+            folder = _name_index_folder(type(dataset), dataset.dataset.path_prefix, dataset.config.path_to_cache)
+        if folder:
+            yield from glob(os.path.join(escape(folder), f"{dataset.unique_description_hash}-*.npy"))
+
+
+def _is_as_written(path: str) -> bool:
+    """Whether a file has the digest that was written with it; False if there is none."""
+    try:
+        digest = Path(path + _SUFFIX).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return False
+    return digest.strip() == hash_file(Path(path))

@@ -78,12 +78,7 @@ def collate_tokens(samples: Sequence[Mapping[str, Any]], vocab_size: int) -> Bat
 
 
 class PredictNextToken(ForwardStep):
-    """The ForwardStep of GPT; it makes once what all micro batches share.
-
-    Args:
-        run: its settings; Tempo's attention needs no mask. Its `tempo` holds no "auto".
-        device: where the model is.
-    """
+    """The ForwardStep of GPT; it makes once what all micro batches share. Tempo's attention needs no mask."""
 
     def __init__(self, run: RunConfig, device: torch.device) -> None:
         seq_length = run.model.seq_length

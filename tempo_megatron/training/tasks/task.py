@@ -1,7 +1,4 @@
-"""Defines a task: the data, forward step and losses of a family of models. The trainer knows nothing else of a model.
-
-`job.get_task` imports the task of the run's family, and with it megatron-core.
-"""
+"""Defines a task: data, forward step and losses of a family of models, all that the trainer knows of a model."""
 
 from __future__ import annotations
 

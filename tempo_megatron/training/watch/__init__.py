@@ -1,1 +1,1 @@
-"""Ranks that notice one another's end: team, stop signal, agreement."""
+"""Ranks that notice one another's end: team, stop signal."""

@@ -27,10 +27,9 @@ def find_launchers() -> list[psutil.Process]:
 
 def is_launcher(words: list[str]) -> bool:
     """Whether a command line is a launcher of DeepSpeed's or torch's, rather than a script that calls one."""
-    if any(Path(word).name in _PROGRAMS for word in words[:2]):
-        return True
     modules = [after for option, after in itertools.pairwise(words[:9]) if option == "-m"]
-    return any(module.startswith(_MODULES) for module in modules)
+    is_program = any(Path(word).name in _PROGRAMS for word in words[:2])
+    return is_program or any(module.startswith(_MODULES) for module in modules)
 
 
 def has_ended(process: psutil.Process) -> bool:

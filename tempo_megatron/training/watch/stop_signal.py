@@ -32,7 +32,7 @@ class StopSignal:
     """
 
     def __init__(self, device: torch.device, enabled: bool) -> None:
-        self.device, self.enabled = device, enabled
+        self.device = device
         self.name: str | None = None
         """The signal to stop that this rank has received."""
         self._since = 0.0
@@ -54,7 +54,7 @@ class StopSignal:
 
     def agree(self) -> Request:
         """Returns what to do: every rank calls it once per step, and all get the same answer."""
-        request = self._ask_all() if self.enabled else Request.NONE
+        request = self._ask_all() if self._previous else Request.NONE
         self._was_agreed = request is Request.STOP
         return request
 
@@ -66,20 +66,15 @@ class StopSignal:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if self.device.type != "cuda":
             return Request(int(flag))
-        previous, self._answer = self._answer, self._send_to_host(flag)
-        if previous is None:
-            return Request.NONE
-        host, arrived = previous
-        arrived.synchronize()
-        return Request(int(host))
-
-    @staticmethod
-    def _send_to_host(flag: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         host = torch.empty(1, dtype=torch.float32, pin_memory=True)
         host.copy_(flag, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return host, arrived
+        previous, self._answer = self._answer, (host, arrived)
+        if previous is None:
+            return Request.NONE
+        previous[1].synchronize()
+        return Request(int(previous[0]))
 
     def close(self) -> None:
         """Restores the handlers. A rank that stops ignores further signals, which a launcher may still send."""

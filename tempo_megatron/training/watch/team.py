@@ -27,9 +27,10 @@ from datetime import timedelta
 from typing import Any
 
 import psutil
+import torch.distributed as dist
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-from tempo_megatron.training.differences import find_difference
-from tempo_megatron.training.watch.agreement import AgreedError, connect_again, open_store
+from tempo_megatron.training.facts import find_difference
 from tempo_megatron.training.watch.rank_process import RankLog, find_launchers, has_ended
 
 _BEAT_SECONDS = 1.0
@@ -39,6 +40,10 @@ _MISSED_BEATS = 3  # fewer may be a busy machine's
 _CAUSE_SECONDS = 5.0
 _TOLD_SECONDS = 5.0  # how long the ranks wait for one another's last words
 _LEAVE_SECONDS = 30.0  # how long rank 0 waits for the others at a good end
+
+
+class AgreedError(ValueError):
+    """An error that every rank raises at once, in the same words; only rank 0 prints it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +63,7 @@ class Cause:
 
 
 class Team:
-    """One rank's view of the ranks of its run; `join` makes it.
-
-    `store` is the torch.distributed Store that all of them share.
-    """
+    """One rank's view of the ranks of its run, which share torch's `store`; `join` makes it."""
 
     def __init__(self, store: Any, rank: int, world_size: int, log: RankLog) -> None:
         self.store, self.rank, self.world_size, self.log = store, rank, world_size, log
@@ -70,22 +72,19 @@ class Team:
         """Whether the ranks are told of one another's failures."""
         self._beats: Any = None
         self._first_host, self._first_pid = "", 0
+        self._pause = max(_BEAT_SECONDS, world_size / 1000)  # a store that thousands of ranks ask has more to do
         self._is_ready = False
         self._has_cause = threading.Event()
-        self._lock = threading.Lock()
-        self._ending_thread: threading.Thread | None = None
+        self._ending = threading.RLock()  # of the thread that reports the end, for good
         self._is_over = threading.Event()
         self._threads: list[threading.Thread] = []
         self._now = self._answered = 0.0  # seconds in which this process ran
 
     @classmethod
     def join(cls, log: RankLog, *, timeout_s: float, fault_timeout: float) -> Team | None:
-        """Meets the other ranks; returns None for a run of one process without a launcher.
+        """Meets the other ranks, which have `timeout_s` to come; returns None for one process without a launcher.
 
-        Args:
-            log: of this rank.
-            timeout_s: how long the others may take to come.
-            fault_timeout: for how many seconds a rank may be stopped or out of reach; 0: the ranks do not watch.
+        A rank may be stopped or out of reach for `fault_timeout` seconds; with 0 the ranks do not watch.
 
         Raises ValueError if rank 0's port is in use or rank 0 cannot be reached.
         """
@@ -96,7 +95,7 @@ class Team:
         team = cls(open_store(timeout_s) if world_size > 1 else None, rank, world_size, log)
         if not fault_timeout:
             return team
-        fault_timeout = max(fault_timeout, _MISSED_BEATS * _find_pause(world_size))
+        fault_timeout = max(fault_timeout, _MISSED_BEATS * team._pause)
         if world_size > 1:
             team.is_watched, team._beats = True, connect_again(timeout_s)
             team._beats.set(f"tempo/process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
@@ -110,10 +109,7 @@ class Team:
         self._threads[-1].start()
 
     def compare(self, facts: Mapping[str, Any], timeout_s: float) -> None:
-        """Raises AgreedError, with the difference, on every rank if one has other `facts` than rank 0.
-
-        Also raises it if a rank has not come within `timeout_s`.
-        """
+        """Raises AgreedError on every rank if one has other `facts` than rank 0, or has not come within `timeout_s`."""
         if self.world_size == 1:
             return
         self._is_ready = True
@@ -140,20 +136,10 @@ class Team:
 
     def begin_to_end(self) -> None:
         """Makes this thread the one that reports the end; if another already does, waits for the end."""
-        if not self._claim_end():
-            threading.Event().wait()
-
-    def _claim_end(self) -> bool:
-        with self._lock:
-            if self._ending_thread is None:
-                self._ending_thread = threading.current_thread()
-            return self._ending_thread is threading.current_thread()
+        self._ending.acquire()
 
     def fail(self, sentence: str, *, is_secondary: bool = False) -> Cause:
-        """Tells every rank that this one has failed; returns why the run ends, which may be another rank's failure.
-
-        `is_secondary` says that this failure may follow from another one.
-        """
+        """Tells every rank that this one has failed, perhaps by another one's failure; returns why the run ends."""
         own = Cause(self.rank, socket.gethostname(), sentence)
         self.begin_to_end()
         if self.is_watched:
@@ -194,11 +180,9 @@ class Team:
 
     def confirm(self) -> None:
         """Lets the ranks end after rank 0 has reported why, and rank 0, which may serve the store, after the others."""
-        if self.is_watched and self.rank == 0:
-            others = self.world_size - 1 - (self.cause is not None and self.cause.is_lost)
-            self._tell("tempo/said", "tempo/heard", others)
-        elif self.is_watched:
-            self._tell("tempo/heard", "tempo/said", 1)
+        others = self.world_size - 1 - (self.cause is not None and self.cause.is_lost)
+        if self.is_watched:
+            self._tell(*(("tempo/heard", "tempo/said", 1) if self.rank else ("tempo/said", "tempo/heard", others)))
 
     def leave(self) -> None:
         """Says goodbye, so that the other ranks do not report this one as lost.
@@ -217,7 +201,6 @@ class Team:
         """Counts up, reads whether the run ends, and sees who counts: rank 0 all ranks, the others rank 0."""
         beats, counts, heard = self._beats, [0] * self.world_size, [0.0] * self.world_size
         others = range(1, self.world_size) if self.rank == 0 else range(1)
-        pause = _find_pause(self.world_size)
         try:
             while True:
                 beats.add(f"tempo/beat/{self.rank}", 1)
@@ -226,7 +209,7 @@ class Team:
                     return
                 self._answered = self._now
                 if beats.add("tempo/suspicion", 0):
-                    limit = min(limit, max(_CAUSE_SECONDS, _MISSED_BEATS * pause))
+                    limit = min(limit, max(_CAUSE_SECONDS, _MISSED_BEATS * self._pause))
                 for rank in others:
                     count = beats.add(f"tempo/beat/{rank}", 0)
                     if count != counts[rank]:
@@ -234,7 +217,7 @@ class Team:
                     elif count and self._now - heard[rank] > limit:
                         host, pid = json.loads(beats.get(f"tempo/process/{rank}"))
                         self._decide(Cause(rank, host, _say_silent(self._now - heard[rank]), True, pid))
-                if self._is_over.wait(pause):
+                if self._is_over.wait(self._pause):
                     return
         except RuntimeError:
             text = "the store that it serves is gone: its process was killed, or its host has gone down"
@@ -258,7 +241,7 @@ class Team:
         """Ends this process, wherever it waits, unless the main thread has failed too and ends it."""
         self.cause = cause
         self._has_cause.set()
-        if not self._claim_end():
+        if not self._ending.acquire(blocking=False):
             return
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
@@ -278,13 +261,46 @@ class Team:
             print(cause.describe(), file=sys.stderr, flush=True)
 
 
-def _find_pause(world_size: int) -> float:
-    """Returns the seconds between two beats: a store that thousands of ranks ask has more to do."""
-    return max(_BEAT_SECONDS, world_size / 1000)
-
-
 def _say_silent(seconds: float) -> str:
     return (
         f"nothing has come from it for {seconds:.0f} s: its process was killed or stopped, its host is down, or its "
         "link is cut"
     )
+
+
+STORE = "tempo://"
+
+
+def open_store(timeout_s: float) -> Any:
+    """Opens the store that all ranks share; torch.distributed uses it with init_method=STORE.
+
+    Raises ValueError if rank 0's port is in use or rank 0 cannot be reached.
+    """
+    try:
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    except dist.DistError as error:
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        if "EADDRINUSE" in str(error):
+            raise ValueError(
+                f"port {port} is in use by another run; give the launcher another --master_port"
+            ) from error
+        text = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"rank 0 at {address}:{port} was not reached ({text}); check that it runs and that no firewall is between"
+        ) from error
+    store = _name_attempt(store)
+    register_rendezvous_handler("tempo", lambda url, **_: iter([(store, rank, world_size)]))
+    return store
+
+
+def connect_again(timeout_s: float) -> Any:
+    """Opens another connection to the store, for a thread: a call that waits keeps its connection to itself."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    how: Any = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=timeout_s)}
+    return _name_attempt(dist.TCPStore(address, port, **how))  # type: ignore[attr-defined]
+
+
+def _name_attempt(store: Any) -> Any:
+    # torchrun's store outlives the ranks: it starts them again with the same one.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt_{attempt}", store)  # type: ignore[attr-defined]
