@@ -16,8 +16,12 @@ from tempo_megatron.extras import check_installed
 from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.requested_run import read_requested_shape
 from tempo_megatron.memory.fake_tensors import use_megatron_fakes
-from tempo_megatron.memory.simulated.chunk_model import fuse_attention
-from tempo_megatron.memory.simulated.configuration import build_ledger_config, convert_parameters, simulate_rank
+from tempo_megatron.memory.simulated.chunk_model import (
+    build_ledger_config,
+    convert_parameters,
+    fuse_attention,
+    simulate_rank,
+)
 from tempo_megatron.models.build import DTYPES, build_model, make_inputs
 from tempo_megatron.models.layout import pad_vocab_size
 from tempo_megatron.models.shape import ModelShape

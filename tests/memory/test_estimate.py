@@ -29,8 +29,7 @@ from tempo_megatron.memory.rank.play import list_events
 from tempo_megatron.memory.run import Run, cut_layers
 from tempo_megatron.memory.show.tree import format_trees, list_modules
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
-from tempo_megatron.memory.simulated.chunk_memory import HEAD, LAYERS, ChunkMemory
-from tempo_megatron.memory.simulated.repeated_layers import compress
+from tempo_megatron.memory.simulated.chunk_memory import HEAD, LAYERS, ChunkMemory, compress
 from tempo_megatron.memory.tape.follower import Follower, count_storage_bytes
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.models.shape_file import read_shape_file

@@ -22,7 +22,7 @@ from tempo_megatron.memory.run import Hybrid, Run
 from tempo_megatron.memory.show.tree import ModuleMemory, list_modules
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.simulated.chunk_memory import LAYERS
-from tempo_megatron.memory.simulated.transformer_engine import choose_attention
+from tempo_megatron.memory.simulated.device import choose_attention
 
 MIB = 1 << 20
 # Of the published rows one for each GPU, for stages, chunks and tensor parallel ranks, for Megatron's own modules and

@@ -73,18 +73,15 @@ def test_latent_attention_and_further_predictions_keep_what_the_formula_says(
 ) -> None:
     settings = {**SETTINGS[family], **changes, "dropout": dropout, "sequence_parallel": tp > 1, "dtype": torch.bfloat16}
     layer = Layer(family, tp, settings, TempoConfig(**tempo), Sizes(16, 3, 16))
+    missing = {"q_layernorm"} if changes.get("q_lora_rank", 1) is None else set()
     found = measure_and_count(layer)
     assert set(found) == ({"decoder", "mtp"} if family == "MTP" else {"decoder"})
     for measured, counted in found.values():
         assert counted == measured > 0
-
-
-@pytest.mark.parametrize(("tp", "tempo"), [(1, {}), (2, {"attention": "recompute"})])
-def test_the_ledger_of_latent_attention_is_the_formula_row_by_row(tp: int, tempo: dict[str, str]) -> None:
-    settings = {**SETTINGS["MLA"], "dropout": 0.1, "sequence_parallel": tp > 1, "dtype": torch.bfloat16}
-    ledger, formula = list_ledger_and_formula(Layer("MLA", tp, settings, TempoConfig(**tempo), Sizes(16, 3, 16)))
-    assert ledger == formula
-    assert {"q_layernorm", "kv_layernorm", "self_attention (q, k, v)", "core_attention"} <= set(ledger)
+    if family == "MLA":
+        ledger, formula = list_ledger_and_formula(layer)
+        assert ledger == formula
+        assert {"q_layernorm", "kv_layernorm", "self_attention (q, k, v)", "core_attention"} <= {*ledger, *missing}
 
 
 def test_stock_on_a_gpu_is_the_34_sbh_of_the_paper_and_tempo_20() -> None:

@@ -23,7 +23,7 @@ from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.show.ledger import measure_run
 from tempo_megatron.memory.simulated.chunk import record_chunk
-from tempo_megatron.memory.simulated.configuration import build_ledger_config
+from tempo_megatron.memory.simulated.chunk_model import build_ledger_config
 from tempo_megatron.memory.tape.rows import sum_rows
 from tempo_megatron.memory.tape.scopes import record_saved
 from tempo_megatron.models.build import build_model, make_inputs

@@ -20,7 +20,7 @@ from tempo_megatron.memory.rank.standing import Born, Standing, list_megatrons, 
 from tempo_megatron.memory.rank.zero import ZeroBuckets, list_zeros
 from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
-from tempo_megatron.memory.simulated.chunk_memory import LAYERS, LayerParameters, Parameter
+from tempo_megatron.memory.simulated.chunk_memory import LAYERS, Parameter
 from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT, Event
 from tempo_megatron.models.shape import make_shape
 
@@ -127,8 +127,7 @@ def test_megatron_fsdp_shards_all_gathers_ahead_and_reduces_at_the_end_of_backwa
 
 def test_a_unit_of_megatron_fsdp_takes_the_hole_of_the_gathered_one_before_it() -> None:
     """2 MiB, 4 gathered and 4 MiB in float32, of which the gathered ones leave a hole for the next unit's 3.25."""
-    unit = LayerParameters(others=13 * MIB // 4, experts=0, float8_others=0, float8_experts=0)
-    memory = make_chunk([], num_parameters=2 * MIB + unit.total, layer_parameters=(unit,))
+    memory = make_chunk([], parameters=(Parameter((2 * MIB,), False), Parameter((13 * MIB // 4,), False, owner=0)))
 
     def count(ranks: int, *, is_expandable: bool = False) -> int:
         standing = ShardedChunk(MegatronFsdp(main_bytes=4), memory, torch.bfloat16, False, ranks, ranks).stand()

@@ -13,23 +13,6 @@ def make_chunk(forward: Sequence[Event], backward: Sequence[Event] = (), **value
     """A chunk of one layer with these events and values, and with no parameters unless they are among the values."""
     blocks = [((LAYERS, 0, False), forward), ((LAYERS, 0, True), backward)]
     segments = divide_blocks(blocks, gradients={}, workspaces={})
-    numbers = dict.fromkeys(
-        (
-            "num_parameters",
-            "num_expert_parameters",
-            "mask_bytes",
-            "largest_layer_parameters",
-            "global_buffer_bytes",
-            "input_bytes",
-            "output_bytes",
-            "float8_weights",
-        ),
-        0,
-    )
-    none: dict[str, Any] = {
-        "batch_bytes": (),
-        "parameters": (),
-        "layer_parameters": (),
-        "linear_shapes": frozenset(),
-    }
-    return ChunkMemory(**{**numbers, **none, "forward": segments[:1], "backward": segments[1:], **values})
+    numbers = dict.fromkeys(("mask_bytes", "global_buffer_bytes", "input_bytes", "output_bytes"), 0)
+    none: dict[str, Any] = {**numbers, "batch_bytes": (), "parameters": ()}
+    return ChunkMemory(**{**none, "forward": segments[:1], "backward": segments[1:], **values})

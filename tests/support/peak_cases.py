@@ -15,7 +15,7 @@ from tempo_kernels.gelu import make_tables
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.rank.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.run import OptimizerSettings, Run
-from tempo_megatron.memory.simulated.configuration import build_ledger_config
+from tempo_megatron.memory.simulated.chunk_model import build_ledger_config
 from tempo_megatron.memory.tape.follower import Follower, count_storage_bytes
 from tempo_megatron.models.build import build_model, make_inputs
 from tempo_megatron.models.shape import ModelShape, make_shape

@@ -17,8 +17,12 @@ from tempo_megatron import cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import record_chunk
-from tempo_megatron.memory.simulated.chunk_model import STACKS_OF_FAMILIES, describe_parts
-from tempo_megatron.memory.simulated.configuration import build_ledger_config, leave_out_stand_ins
+from tempo_megatron.memory.simulated.chunk_model import (
+    STACKS_OF_FAMILIES,
+    build_ledger_config,
+    describe_parts,
+    leave_out_stand_ins,
+)
 from tempo_megatron.memory.tape.rows import LayerKind, Row, find_row, sum_rows
 from tempo_megatron.memory.tape.scopes import SavedStorage
 from tempo_megatron.models.build import make_specs

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,18 +34,21 @@ from tempo_megatron.memory.simulated.chunk_memory import (
     LAYERS,
     ChunkMemory,
     Key,
-    LayerParameters,
     Parameter,
-    Segment,
     divide_blocks,
+    repeat_layers,
 )
-from tempo_megatron.memory.simulated.chunk_model import STACKS_OF_FAMILIES, ChunkModel, Ends
-from tempo_megatron.memory.simulated.configuration import build_ledger_config, convert_parameters, simulate_rank
+from tempo_megatron.memory.simulated.chunk_model import (
+    STACKS_OF_FAMILIES,
+    ChunkModel,
+    Ends,
+    build_ledger_config,
+    convert_parameters,
+    simulate_rank,
+)
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device
 from tempo_megatron.memory.simulated.experts import find_stacked_parameters
 from tempo_megatron.memory.simulated.float8 import list_float8_weights
-from tempo_megatron.memory.simulated.repeated_layers import repeat_layers
-from tempo_megatron.memory.simulated.transformer_engine import choose_attention
 from tempo_megatron.memory.tape.follower import Follower, count_storage_bytes, list_storages
 from tempo_megatron.memory.tape.rows import divide_by_layer
 from tempo_megatron.memory.tape.scopes import SavedStorage, Scopes, record_saved
@@ -94,7 +97,15 @@ def count_by_module(run: Run, layers: range, **ends_given: bool) -> ModuleBytes:
     """What the modules of a chunk made; the arguments are those of `simulate_chunk`."""
     cut = _cut(run, layers)
     with _simulate(cut):
-        return _Chunk(cut, _find_ends(run, layers, **ends_given), has_gradients=True).count_by_module(layers.start)
+        chunk = _Chunk(cut, _find_ends(run, layers, **ends_given), has_gradients=True)
+        seen = chunk.follow(chunk.make_batch(), Scopes(chunk.model))
+    workspaces: dict[str, int] = {}
+    for each in seen.tape.workspaces:
+        workspaces[each.operation] = max(workspaces.get(each.operation, 0), each.num_bytes)
+    times = [each for _, each in chunk.rows]
+    numbers = [(layers.start + sum(times[:place]), each) for place, each in enumerate(times)]
+    of_stacks = {id(stack.layers): numbers for stack in chunk.stacks if len(stack.layers)}
+    return ModuleBytes(chunk.model, chunk.kept, workspaces, of_stacks)
 
 
 def _find_ends(
@@ -155,29 +166,28 @@ def record_chunk(
         ends = Ends(has_ends, has_ends, False, has_ends)
         chunk = _Chunk(run, ends, False, longest_row=run.model.num_layers)
         # What a layer keeps must not depend on its neighbours, by which a mask is there or not.
-        return chunk.record(gives_mask=not has_ends)
+        batch = chunk.make_batch(gives_mask=not has_ends)
+        given = [t for t in batch.values() if isinstance(t, Tensor)]
+        with on_device(run.stock):
+            _, saved = record_saved(chunk.model, lambda: chunk.run_forward(batch), given)
+    return divide_by_layer(saved, chunk.model.config)
 
 
 @contextlib.contextmanager
 def _simulate(run: Run) -> Iterator[None]:
-    _check_version(run)
+    """Raises ValueError for what the modules of the installed Megatron do not have, or have in another way."""
+    precedes_head = run.mtp_num_layers > 0 and run.mtp_precedes_head
+    if not is_since("0.16") and (run.moe_shared_expert_gate or precedes_head):
+        given = "--moe-shared-expert-gate" if run.moe_shared_expert_gate else "m|L in --pipeline-model-parallel-layout"
+        raise ValueError(
+            f"{given} is given and megatron-core {VERSION.public} is installed, with which the estimate does not know "
+            "it; install 0.16"
+        )
     with simulate_rank(run.layout.tp):
         if run.stock == "cpu":
             make_tables()
         with use_fake_tensors():
             yield
-
-
-def _check_version(run: Run) -> None:
-    """Raises ValueError for what the modules of the installed Megatron do not have, or have in another way."""
-    precedes_head = run.mtp_num_layers > 0 and run.mtp_precedes_head
-    if is_since("0.16") or not (run.moe_shared_expert_gate or precedes_head):
-        return
-    given = "--moe-shared-expert-gate" if run.moe_shared_expert_gate else "m|L in --pipeline-model-parallel-layout"
-    raise ValueError(
-        f"{given} is given and megatron-core {VERSION.public} is installed, with which the estimate does not know it; "
-        "install 0.16"
-    )
 
 
 class _Chunk(ChunkModel):
@@ -190,55 +200,37 @@ class _Chunk(ChunkModel):
         super().__init__(run, ends, longest_row)
         self._run, self._ends, self._has_gradients = run, ends, has_gradients
         self._is_backward = False
-        self._key: Key | None = None
-        # Whose operations ran, and how many events of the trace there were at their end.
-        self._bounds: list[tuple[Key, int]] = []
+        # Whose operations run, from which event of the tape on.
+        self._begins: list[tuple[Key, int]] = []
 
     def measure(self) -> ChunkMemory | None:
         """What the micro batch does; None where the layers that run do not show what all do."""
-        batch = self._make_batch()
-        segments = self._list_segments(self._follow(batch).tape)
-        if segments is None:
-            return None
-        parameters, layers = tuple(self._list_parameters()), tuple(self._describe_layers())
-        batch_bytes, mask_bytes = self._count_batch(batch)
-        ends = (getattr(self.model, name, None) for name in ("embedding", "output_layer"))
-        parts = [*(layer for layer, _ in self.layers), *(end for end in ends if end is not None)]
-        return ChunkMemory(
-            num_parameters=sum(each.size for each in parameters),
-            num_expert_parameters=sum(each.experts for each in layers),
-            batch_bytes=batch_bytes,
-            mask_bytes=mask_bytes,
-            largest_layer_parameters=max((_count(part.parameters()) for part in parts), default=0),
-            global_buffer_bytes=self._buffer.count_bytes(),
-            input_bytes=0 if self._ends.embedding else self._make_hidden(is_input=True).nbytes,
-            output_bytes=0 if self._ends.head else self._make_hidden(is_input=False).nbytes,
-            parameters=parameters,
-            layer_parameters=layers,
-            float8_weights=sum(each.float8_others + each.float8_experts for each in layers),
-            linear_shapes=self._find_linear_shapes(),
-            forward=tuple(each for each in segments if not each.is_backward),
-            backward=tuple(each for each in segments if each.is_backward),
-        )
-
-    def _list_segments(self, tape: Tape) -> list[Segment] | None:
-        # What is freed behind the last bound is freed at the end of what ran then.
-        bounds = [*self._bounds, (self._bounds[-1][0], len(tape.events))]
-        blocks, begin = [], 0
-        for key, end in bounds:
+        batch = self.make_batch()
+        tape, blocks = self.follow(batch).tape, []
+        for (key, begin), end in zip(self._begins, [*(each for _, each in self._begins[1:]), None], strict=True):
             events = tape.events[begin:end]
             if self._run.stock != "transformer_engine" or key[0] != LAYERS:
                 # Of the modules that are not Transformer Engine's each product is torch's.
                 events = [(number, TORCH_PRODUCT if size == ENGINE_PRODUCT else size) for number, size in events]
             blocks.append((key, events))
-            begin = end
         found = repeat_layers(blocks, {place: each for place, (_, each) in enumerate(self.layers) if each > 1})
         if found is None:
             return None
         repeated, originals = found
-        held = {each.storage: each.num_bytes for each in tape.workspaces if each.storage is not None}
+        held = {each.storage: each.num_bytes for each in tape.workspaces}
         workspaces = {number: held[name] for number, name in originals.items() if name in held}
-        return divide_blocks(repeated, tape.gradients, workspaces)
+        segments = divide_blocks(repeated, tape.gradients, workspaces)
+        batch_bytes, mask_bytes = self._count_batch(batch)
+        return ChunkMemory(
+            batch_bytes=batch_bytes,
+            mask_bytes=mask_bytes,
+            global_buffer_bytes=self._buffer.count_bytes(),
+            input_bytes=0 if self._ends.embedding else self._make_hidden(is_input=True).nbytes,
+            output_bytes=0 if self._ends.head else self._make_hidden(is_input=False).nbytes,
+            parameters=tuple(self._list_parameters()),
+            forward=tuple(each for each in segments if not each.is_backward),
+            backward=tuple(each for each in segments if each.is_backward),
+        )
 
     def _count_batch(self, batch: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
         """The bytes of each of the micro batch's own tensors that stay until its backward, and of those that go when
@@ -260,25 +252,7 @@ class _Chunk(ChunkModel):
             return (*own, masks), 0
         return (*own,), masks
 
-    def count_by_module(self, first_layer: int) -> ModuleBytes:
-        """first_layer: number of the chunk's first one in the whole model."""
-        seen = self._follow(self._make_batch(), Scopes(self.model))
-        workspaces: dict[str, int] = {}
-        for each in seen.tape.workspaces:
-            workspaces[each.operation] = max(workspaces.get(each.operation, 0), each.num_bytes)
-        times = [each for _, each in self.rows]
-        numbers = [(first_layer + sum(times[:place]), each) for place, each in enumerate(times)]
-        layers = {id(stack.layers): numbers for stack in self.stacks if len(stack.layers)}
-        return ModuleBytes(self.model, self._kept, workspaces, layers)
-
-    def record(self, *, gives_mask: bool) -> tuple[dict[tuple[str, int], list[SavedStorage]], list[SavedStorage]]:
-        batch = self._make_batch(gives_mask=gives_mask)
-        given = [t for t in batch.values() if isinstance(t, Tensor)]
-        with self._on_device():
-            _, saved = record_saved(self.model, lambda: self._run_forward(batch), given)
-        return divide_by_layer(saved, self.model.config)
-
-    def _follow(self, batch: dict[str, Any], scopes: Scopes | None = None) -> Follower:
+    def follow(self, batch: dict[str, Any], scopes: Scopes | None = None) -> Follower:
         """Run the micro batch."""
         if self._has_gradients:
             for parameter in self.model.parameters():
@@ -287,51 +261,40 @@ class _Chunk(ChunkModel):
         known = [*self.model.parameters(), *self.model.buffers(), *batch.values(), *gradients]
         seen = Follower(*(t for t in known if isinstance(t, Tensor)), scopes=scopes)
         self._seen = seen
-        self._buffer = LastingBuffer(seen, self._uses_global_buffer)
+        # Transformer Engine gathers tokens in memory of its own, and its unfused attention's scores are new memory
+        # (pytorch/attention/dot_product_attention/backends.py:574); embedding and loss head are Megatron's.
+        has_engine = self._run.stock == "transformer_engine"
+        self._buffer = LastingBuffer(seen, lambda: not has_engine or self._begins[-1][0][0] != LAYERS)
         set_global_buffer(self._buffer)
         self._add_marks()
-        with seen, self._on_device(seen):
-            # Nobody else has the edge, whose graph goes before the segment ends.
-            self._run_backward(self._run_to_loss(batch))
-            self._close()
+        with seen, on_device(self._run.stock, seen, self._run):
+            self._run_micro_batch(batch)
         return seen
 
-    def _on_device(self, seen: Follower | None = None) -> contextlib.AbstractContextManager[None]:
-        run = self._run
-        attention = choose_attention(run)
-        return on_device(run.stock, seen, run.chip, is_deterministic=run.deterministic, stock_attention=attention)
-
-    def _uses_global_buffer(self) -> bool:
-        """Transformer Engine gathers tokens in memory of its own, and its unfused attention's scores are new memory
-        (pytorch/attention/dot_product_attention/backends.py:574); embedding and loss head are Megatron's."""
-        is_in_layers = self._key is not None and self._key[0] == LAYERS
-        return self._run.stock != "transformer_engine" or not is_in_layers
-
-    def _run_backward(self, edge: torch.autograd.graph.GradientEdge) -> None:
-        self._kept = self._seen.sum_by_operation()
-        self._is_backward = True
-        has_end = self._ends.norm or self._ends.head
-        if has_end or not self.layers:
-            self._mark(HEAD if has_end else EMBEDDING, None)
-        else:
-            self._mark(LAYERS, len(self.layers) - 1)
-        gradient = None if self._ends.head else self._make_hidden(is_input=False)
-        torch.autograd.backward([edge], None if gradient is None else [gradient])
-
-    def _run_to_loss(self, batch: dict[str, Any]) -> torch.autograd.graph.GradientEdge:
-        """The forward, from whose end backward begins."""
-        if self._ends.embedding or not self.layers:
-            self._mark(EMBEDDING if self._ends.embedding else HEAD, None)
+    def _run_micro_batch(self, batch: dict[str, Any]) -> None:
+        """Forward, and backward, whose graph nobody else has."""
+        ends, last = self._ends, len(self.layers) - 1
+        if ends.embedding or not self.layers:
+            self._mark(EMBEDDING if ends.embedding else HEAD, None)
         else:
             self._mark(LAYERS, 0)
-        output, loss_mask = self._run_forward(batch), batch["loss_mask"]
-        if self._ends.head:
+        output, loss_mask = self.run_forward(batch), batch["loss_mask"]
+        if ends.head:
             output = output[0] if isinstance(output, tuple) else output
             output = (output.float() * loss_mask).sum() / loss_mask.sum()
         # As Megatron's schedule does, which sends the output on and frees it.
-        return torch.autograd.graph.get_gradient_edge(output)
+        edge = torch.autograd.graph.get_gradient_edge(output)
+        del output
+        self.kept = self._seen.sum_by_operation()
+        self._is_backward = True
+        if ends.norm or ends.head or not self.layers:
+            self._mark(HEAD if ends.norm or ends.head else EMBEDDING, None)
+        else:
+            self._mark(LAYERS, last)
+        gradient = None if ends.head else self._make_hidden(is_input=False)
+        torch.autograd.backward([edge], None if gradient is None else [gradient])
 
-    def _run_forward(self, batch: dict[str, Any]) -> Any:
+    def run_forward(self, batch: dict[str, Any]) -> Any:
         if not self._ends.embedding:
             hidden = self._make_hidden(is_input=True).requires_grad_()
             self.model.set_input_tensor(hidden)
@@ -347,7 +310,7 @@ class _Chunk(ChunkModel):
         num_tokens *= 1 + is_behind * run.mtp_num_layers
         return torch.empty(num_tokens, run.micro_batch_size, run.model.hidden_size, dtype=run.dtype)
 
-    def _make_batch(self, *, gives_mask: bool = False) -> dict[str, Any]:
+    def make_batch(self, *, gives_mask: bool = False) -> dict[str, Any]:
         run = self._run
         gives_mask = gives_mask or _reads_mask(self.tempo, self.shape)
         batch = make_inputs(run.model, run.padded_vocab_size, run.micro_batch_size, causal_mask=gives_mask)
@@ -360,7 +323,7 @@ class _Chunk(ChunkModel):
     def _add_marks(self) -> None:
         """Note where a layer begins, forward and backward, where the head does, and each gradient."""
         for parameter in self.model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._note_gradient)
+            parameter.register_post_accumulate_grad_hook(self._seen.note_gradients)
         if self._ends.embedding:
             # A T5 embeds twice.
             self._mark_module(self.model.embedding, EMBEDDING, None)
@@ -379,7 +342,7 @@ class _Chunk(ChunkModel):
         A further layer embeds tokens, too, which is its own."""
 
         def is_inside() -> bool:
-            running = self._key and self._key[1]
+            _, running, _ = self._begins[-1][0]
             return part == EMBEDDING and running is not None and self.layers[running][0] in self.further
 
         def begin(*_: Any) -> None:
@@ -394,66 +357,42 @@ class _Chunk(ChunkModel):
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(watch)
 
-    def _note_gradient(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self._seen.note_gradient(parameter.grad)
-
     def _mark(self, part: str, place: int | None) -> None:
-        key = (part, place, self._is_backward)
-        if key != self._key:
-            self._close()
-            self._key = key
-
-    def _close(self) -> None:
-        if self._key is not None:
-            self._bounds.append((self._key, len(self._seen.tape.events)))
+        self._begins.append(((part, place, self._is_backward), len(self._seen.tape.events)))
 
     def _list_parameters(self) -> Iterator[Parameter]:
         """Each parameter of the whole chunk, in the order of the modules."""
-        words = [getattr(getattr(self.model, "embedding", None), "word_embeddings", None)]
-        words.append(getattr(self.model, "output_layer", None))
+        model, stacked = self.model, find_stacked_parameters(self.model)
+        ends = {EMBEDDING: getattr(model, "embedding", None), HEAD: getattr(model, "output_layer", None)}
+        owners = {id(p): name for name, end in ends.items() if end is not None for p in end.parameters()}
+        words = getattr(ends[EMBEDDING], "word_embeddings", None), ends[HEAD]
         no_matrices = {id(getattr(module, "weight", None)) for module in words}
-        stacked = find_stacked_parameters(self.model)
+        factors = {id(m.weight) for m in model.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))}
+        factors |= {key for key, parameter in stacked.items() if parameter.dim() == 3}
+        if self._ends.head:
+            factors.add(id(model.shared_embedding_or_output_weight()))
+        of_float8 = (layer for (layer, _), has in zip(self.layers, self.in_float8, strict=True) if has)
+        in_float8 = {id(weight) for layer in of_float8 for weight in list_float8_weights(layer)}
 
-        def describe(parameter: Tensor) -> list[Parameter]:
-            is_expert = id(parameter) in stacked
+        def describe(parameter: Tensor, owner: int | str | None) -> list[Parameter]:
+            key = id(parameter)
+            is_expert = key in stacked
             shape = tuple(parameter.shape[is_expert:])
-            is_matrix = len(shape) == 2 and id(parameter) not in no_matrices
-            return [Parameter(shape, is_matrix, is_expert)] * (len(parameter) if is_expert else 1)
+            is_matrix = len(shape) == 2 and key not in no_matrices
+            found = Parameter(shape, is_matrix, is_expert, owner, key in factors, key in in_float8)
+            return [found] * (len(parameter) if is_expert else 1)
 
         layers = {id(p): (layer, times) for layer, times in self.layers for p in layer.parameters()}
-        listed: set[int] = set()
-        for parameter in self.model.parameters():
+        listed: dict[int, int] = {}
+        for parameter in model.parameters():
             layer, times = layers.get(id(parameter), (None, 1))
             if layer is None:
-                yield from describe(parameter)
+                yield from describe(parameter, owners.get(id(parameter)))
             elif id(layer) not in listed:
-                listed.add(id(layer))
-                yield from [each for p in layer.parameters() for each in describe(p)] * times
-
-    def _describe_layers(self) -> Iterator[LayerParameters]:
-        experts = find_stacked_parameters(self.model)
-        for (layer, times), has_float8 in zip(self.layers, self.in_float8, strict=True):
-            weights = list_float8_weights(layer) if has_float8 else []
-            of_experts, float8_experts = (
-                _count(each for each in given if id(each) in experts) for given in (layer.parameters(), weights)
-            )
-            others = _count(layer.parameters()) - of_experts
-            yield from [LayerParameters(others, of_experts, _count(weights) - float8_experts, float8_experts)] * times
-
-    def _find_linear_shapes(self) -> frozenset[tuple[int, ...]]:
-        linears = (ColumnParallelLinear, RowParallelLinear)
-        weights = [module.weight for module in self.model.modules() if isinstance(module, linears)]
-        if self._ends.head:
-            weights.append(self.model.shared_embedding_or_output_weight())
-        # A model whose weights are not tied has none of the latter in T5.
-        shapes = {tuple(weight.shape) for weight in weights if weight is not None}
-        stacked = find_stacked_parameters(self.model).values()
-        return frozenset(shapes | {tuple(weight.shape[1:]) for weight in stacked if weight.dim() == 3})
-
-
-def _count(parameters: Iterable[Tensor]) -> int:
-    return sum(p.numel() for p in parameters)
+                first = sum(listed.values())
+                listed[id(layer)] = times
+                for number in range(first, first + times):
+                    yield from (each for p in layer.parameters() for each in describe(p, number))
 
 
 def record_step(run: Run) -> tuple[Tape, int]:
@@ -470,8 +409,16 @@ def record_step(run: Run) -> tuple[Tape, int]:
         model = build_model(shape, config, chosen, vocab_size).train()
         convert_parameters(model, run.dtype)
         batch = make_inputs(shape, vocab_size, run.micro_batch_size, causal_mask=_reads_mask(chosen, shape))
+        (labels,) = batch.keys() & {"labels", "lm_labels"}
         with Follower(*model.parameters(), *model.buffers(), scopes=Scopes(model)) as seen:
-            _run(model, batch, takes_mask=shape.family == "gpt" or chosen.loss == "fused")
+            mask = torch.ones(batch[labels].shape, dtype=torch.float32)
+            takes_mask = shape.family == "gpt" or chosen.loss == "fused"
+            output = model(**batch, **({"loss_mask": mask} if takes_mask else {}))
+            losses = output[0] if isinstance(output, tuple) else output
+            loss = (losses.float() * mask).sum() / mask.sum()
+            del output, losses
+            loss.backward()
+            del mask, loss
         return seen.tape, count_storage_bytes(model.parameters())
 
 
@@ -479,13 +426,3 @@ def _reads_mask(chosen: TempoConfig, shape: ModelShape) -> bool:
     """Whether a layer has stock attention, which reads a mask as a tensor."""
     stacks = STACKS_OF_FAMILIES[shape.family]
     return any(chosen.for_layer(i, stack).attention == "off" for i in range(shape.num_layers) for stack in stacks)
-
-
-def _run(model: torch.nn.Module, batch: dict[str, torch.Tensor], *, takes_mask: bool) -> None:
-    labels = batch["lm_labels" if "lm_labels" in batch else "labels"]
-    mask = torch.ones(labels.shape, dtype=torch.float32)
-    output = model(**batch, **({"loss_mask": mask} if takes_mask else {}))
-    losses = output[0] if isinstance(output, tuple) else output
-    loss = (losses.float() * mask).sum() / mask.sum()
-    del output, losses
-    loss.backward()

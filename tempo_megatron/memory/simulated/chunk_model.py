@@ -1,41 +1,118 @@
-"""Builds the real modules of a chunk on fake tensors, with what stands for those of Transformer Engine and others."""
+"""Builds the real modules of a chunk on fake tensors, with what stands for those of Transformer Engine and others.
+
+References are to megatron-core 0.16.1, from megatron/core/.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear, model_parallel_cuda_manual_seed
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossLoggingHelper,
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from tempo_megatron import cpu
+from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.run import Run
-from tempo_megatron.memory.simulated.configuration import build_ledger_config, convert_parameters, leave_out_stand_ins
-from tempo_megatron.memory.simulated.device import put_fused_cross_entropy, put_softmax_kernels
+from tempo_megatron.memory.simulated.chunk_memory import compress
+from tempo_megatron.memory.simulated.device import (
+    choose_attention,
+    compute_fused_loss,
+    put_kernels,
+    put_stock_attention,
+    recompute_norms,
+)
 from tempo_megatron.memory.simulated.experts import leave_out_experts, put_experts
 from tempo_megatron.memory.simulated.float8 import keep_float8_inputs
 from tempo_megatron.memory.simulated.hybrid import put_hybrid_layers
 from tempo_megatron.memory.simulated.latent_attention import put_latent_attention
-from tempo_megatron.memory.simulated.multi_token_prediction import (
-    note_losses,
-    place_final_norm,
-    put_multi_token_prediction,
-)
-from tempo_megatron.memory.simulated.repeated_layers import compress
-from tempo_megatron.memory.simulated.transformer_engine import (
-    choose_attention,
-    keep_padding_masks,
-    put_norm_kernels,
-    put_stock_attention,
-    recompute_norms,
-)
-from tempo_megatron.models.build import build_model, make_specs
+from tempo_megatron.models.build import build_model, build_transformer_config, make_specs, prepare_for_recomputation
+from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
+from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.block_slots import find_inner_name
 from tempo_megatron.slots.choose import Choices, choose
+from tempo_megatron.slots.layer_spec import tempoize
 
+_OF_STAND_INS = ("layernorm", "mla_up_proj", "moe_act")
 STACKS_OF_FAMILIES = {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder", "decoder")}
+
+
+def leave_out_stand_ins(recompute: Iterable[str]) -> tuple[str, ...]:
+    """Megatron's recompute modules without those that modules of `memory.simulated` recompute themselves."""
+    return tuple(name for name in recompute if name not in _OF_STAND_INS)
+
+
+@contextlib.contextmanager
+def simulate_rank(tensor_parallel: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of a tensor-parallel group of this size, on a CPU, with Megatron's random states.
+
+    Raises ValueError where torch.distributed is already initialised.
+    """
+    cpu.use_cpu()
+    with simulate_layout(tensor_parallel):
+        model_parallel_cuda_manual_seed(1234)
+        dropout_rng.set_micro_batch(1234, 0)
+        yield
+
+
+def build_ledger_config(
+    shape: ModelShape,
+    *,
+    sequence_parallel: bool,
+    dtype: torch.dtype,
+    recompute: tuple[str, ...],
+    fuse_swiglu: bool = False,
+) -> TransformerConfig:
+    """The model's TransformerConfig under the initialised model parallelism.
+
+    Args:
+        recompute: nothing, or "full", or names of Megatron's recompute modules ("core_attn", "mlp").
+        fuse_swiglu: Megatron's fused SwiGLU, where that is the activation.
+    """
+    choices: dict[str, Any] = {}
+    if shape.num_experts is not None:
+        # Experts are all on one rank, until what stands for them is put there.
+        choices = {"expert_tensor_parallel_size": 1}
+    if "full" in recompute:
+        choices |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif recompute:
+        choices |= {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
+    return build_transformer_config(
+        shape,
+        dtype=dtype,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=sequence_parallel,
+        fuse_swiglu=fuse_swiglu,
+        # Drawing the values of a large model's weights would take longer than its forward.
+        perform_initialization=False,
+        **choices,
+    )
+
+
+def convert_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Convert the parameters as `model.to(dtype)` does, which fake tensors refuse."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dtype != dtype:
+                converted = torch.nn.Parameter(parameter.detach().to(dtype))
+                converted.__dict__.update(parameter.__dict__)
+                module._parameters[name] = converted
 
 
 class Ends(NamedTuple):
@@ -111,6 +188,53 @@ def _find_predicting(run: Run, has_experts: Sequence[bool]) -> int:
     return found[-1]
 
 
+def _place_final_norm(decoder: Any, *, has_norm: bool) -> None:
+    """With multi-token prediction the final norm is in the chunk of the last layer (core/transformer/
+    transformer_block.py: has_final_layernorm_in_this_stage), not in that of the head."""
+    if not has_norm:
+        decoder.final_layernorm = None
+    elif decoder.final_layernorm is None:
+        config = decoder.config
+        values = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        decoder.final_layernorm = build_module(decoder.submodules.layer_norm, config=config, **values)
+
+
+def _put_multi_token_prediction(model: Any, layer_spec: Any, run: Run, tempo_config: TempoConfig) -> None:
+    """Let the GPTModel of a chunk predict more tokens.
+
+    Args:
+        model: of the chunk. Where it has no embedding, it gets a copy (models/gpt/gpt_model.py:149).
+        layer_spec: of the layer that each further token takes.
+        run: whose multi-token prediction it is.
+        tempo_config: the values of its layers, without "auto".
+    """
+    config, number = model.config, run.mtp_num_layers
+    norm = WrappedTorchNorm
+    of_layer = {find_inner_name(MultiTokenPredictionLayerSubmodules): layer_spec}
+    layer = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, layer_norm=norm, **of_layer
+        ),
+    )
+    layers = [layer] * (1 if run.mtp_repeats_layer else number)
+    spec = tempoize(MultiTokenPredictionBlockSubmodules(layer_specs=layers), config, tempo_config)
+    model.mtp = MultiTokenPredictionBlock(config, spec)
+    if run.mtp_repeats_layer:
+        # One layer, which runs for every token (--mtp-use-repeated-layer).
+        model.mtp.layers = torch.nn.ModuleList([*model.mtp.layers] * number)
+    dropout_rng.count_depths(model.mtp.layers)
+    prepare_for_recomputation(model.mtp, config)
+    model.mtp_process = True
+    if not model.pre_process:
+        model.embedding = LanguageModelEmbedding(
+            config,
+            vocab_size=run.padded_vocab_size,
+            max_sequence_length=run.model.max_position_embeddings,
+            position_embedding_type=run.built_model.position_embedding_type,
+        )
+
+
 class ChunkModel:
     """The model of one chunk, built of the layers that stand for all.
 
@@ -179,14 +303,16 @@ class ChunkModel:
                 post_process=ends.head,
             ).train()
             if run.mtp_num_layers and run.hybrid is None:
-                place_final_norm(model.decoder, has_norm=ends.norm)
+                _place_final_norm(model.decoder, has_norm=ends.norm)
             if run.mtp_num_layers and (ends.head or ends.prediction):
-                note_losses(model.config, run.mtp_num_layers)
+                # For the losses of further tokens, and where they are noted for a log, which else is made on a GPU.
+                model.config.mtp_num_layers = run.mtp_num_layers
+                MTPLossLoggingHelper.tracker = {"values": torch.zeros(run.mtp_num_layers, dtype=torch.float32)}
             if ends.prediction:
                 of_all = dataclasses.replace(chosen, layers={})
                 specs = make_specs(self.shape, model.config, _take_as_chosen(of_all))["decoder"].layer_specs
                 spec = specs[_find_predicting(run, [mixed[index] for index in built])]
-                put_multi_token_prediction(model, spec, run, of_all)
+                _put_multi_token_prediction(model, spec, run, of_all)
                 model.train()
         if run.model.multi_latent_attention:
             put_latent_attention(model, config, run, is_fused=is_fused)
@@ -194,12 +320,10 @@ class ChunkModel:
             letters = [pattern[index] for index in built]
             put_hybrid_layers(model.decoder, config, run.hybrid, letters, run.chip.multiprocessors)
         convert_parameters(model, run.dtype)
-        if run.stock != "cpu" and run.masked_softmax_fusion and run.dtype.itemsize == 2:
-            put_softmax_kernels(model)
         if shape.num_experts is not None:
             put_experts(model, run, is_fused=fuses_activation)
         if run.fuses_cross_entropy and chosen.loss != "fused":
-            put_fused_cross_entropy(model)
+            model.compute_language_model_loss = compute_fused_loss
         self.stacks = [getattr(model, stack) for stack in stacks]
         further = model.mtp.layers if ends.prediction else []
         if is_fused:
@@ -210,9 +334,7 @@ class ChunkModel:
             for layer, value in zip(own, [*values_asked, *[asked] * len(further)], strict=True):
                 if value.attention == "off":
                     put_stock_attention(layer, copies=copies)
-        if has_engine:
-            put_norm_kernels(model)
-            keep_padding_masks(model)
+        put_kernels(model, run)
         if "layernorm" in run.recompute:
             recompute_norms(model, has_latent_attention=run.model.multi_latent_attention)
         self.layers, self.in_float8 = [], []

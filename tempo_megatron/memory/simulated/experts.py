@@ -22,7 +22,6 @@ from torch import Tensor
 
 from tempo_kernels.saved import KeepInput
 from tempo_megatron.memory.run import Run
-from tempo_megatron.memory.simulated.device import LastingBuffer
 from tempo_megatron.memory.simulated.stand_in import DroppedOutput, stand_in
 from tempo_megatron.slots.experts import KeepsActivationInput, TempoRoutedMoELayer, TempoTopKRouter
 
@@ -62,8 +61,7 @@ def put_experts(model: torch.nn.Module, run: Run, *, is_fused: bool) -> None:
         if isinstance(module, MoELayer):
             # It keeps its inputs whatever the dtype of its output is (moe_utils.py: RouterGatingLinearFunction).
             module.router.gating = functools.partial(_multiply, module.router.weight, run.router_dtype)
-            if is_sinkhorn:
-                module.router.sinkhorn_load_balancing = _balance
+            module.router.sinkhorn_load_balancing = _balance
             config = module.config
             recomputes = "moe_act" in run.recompute or isinstance(module.experts, KeepsActivationInput)
             module.experts = LocalExperts(config, run, is_fused, recomputes)
@@ -126,9 +124,9 @@ def _gather(x: Tensor, num_rows: int) -> Tensor:
 
 
 def _lend(size: list[int], dtype: torch.dtype) -> Tensor:
-    buffer = get_global_memory_buffer()
-    found: Tensor = (buffer.lend if isinstance(buffer, LastingBuffer) else buffer.get_tensor)(size, dtype, "mpu")
-    return found
+    buffer: Any = get_global_memory_buffer()
+    lend: Callable[..., Tensor] = getattr(buffer, "lend", buffer.get_tensor)
+    return lend(size, dtype, "mpu")
 
 
 class LocalExperts(torch.nn.Module):
@@ -210,10 +208,9 @@ class _Dispatcher:
     """Of the probabilities."""
 
     def __init__(self, config: Any, run: Run) -> None:
-        self._run, self._adds_by_index = run, run.deterministic and not run.moe_permute_fusion
-        self._layout, self._ranks = run.layout, run.layout.ep * run.layout.etp
+        self._run, self._layout, self.config = run, run.layout, config
+        self._ranks = run.layout.ep * run.layout.etp
         self._is_padded = run.model.moe_pad_expert_input_to_capacity
-        self.config = config
         self.reversed_local_input_permutation_mapping: Tensor | None = None
         self.keeps_map = True
         """Whether choosing probabilities keeps Megatron's map of experts, and the probabilities of all."""
@@ -259,7 +256,9 @@ class _Dispatcher:
         (moe_utils.py: unpermute)."""
         index, self.reversed_local_input_permutation_mapping = self.reversed_local_input_permutation_mapping, None
         self.take_places = None
-        return _resize(KeepInput.apply(x) if self._adds_by_index else x, num_rows, index if self.keeps_places else None)
+        if self._run.deterministic and not self._run.moe_permute_fusion:
+            x = KeepInput.apply(x)
+        return _resize(x, num_rows, index if self.keeps_places else None)
 
     def _sum(self, x: Tensor, num_rows: int) -> Tensor:
         """Summed over ranks in the probabilities' dtype."""
@@ -284,21 +283,17 @@ class _AllToAll(_Dispatcher):
         return self._permute(x, self._num_sent), chosen
 
     def token_dispatch(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        if self._layout.ep == 1:
-            return x, probabilities
         num_rows = self._fill(self._num_routed)
-        return _resize(x, num_rows), _resize(probabilities, num_rows)
+        return (x, probabilities) if self._layout.ep == 1 else (_resize(x, num_rows), _resize(probabilities, num_rows))
 
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
         num_rows = self._fill(self._num_routed * self._layout.etp)
-        for changes in (self._layout.etp > 1, self._run.num_local_experts > 1):
-            if changes:
-                x, probabilities = _resize(x, num_rows), _resize(probabilities, num_rows)
+        for _ in range((self._layout.etp > 1) + (self._run.num_local_experts > 1)):
+            x, probabilities = _resize(x, num_rows), _resize(probabilities, num_rows)
         return x, None, probabilities
 
     def combine_preprocess(self, x: Tensor) -> Tensor:
-        if self._run.num_local_experts > 1:
-            x = _resize(x, x.size(0))
+        x = _resize(x, x.size(0)) if self._run.num_local_experts > 1 else x
         return self._sum(x, self._fill(self._num_routed)) if self._layout.etp > 1 else x
 
     def token_combine(self, x: Tensor) -> Tensor:
@@ -313,13 +308,12 @@ class _Flex(_AllToAll):
 
     def token_dispatch(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         num_rows = self._fill(self._num_routed)
-        return (x, probabilities) if num_rows == x.size(0) else (_resize(x, num_rows), _resize(probabilities, num_rows))
-
-    dispatch_postprocess = _Dispatcher.dispatch_postprocess
-    token_combine = _Dispatcher.token_combine
+        return (x, probabilities) if num_rows == len(x) else (_resize(x, num_rows), _resize(probabilities, num_rows))
 
     def combine_preprocess(self, x: Tensor) -> Tensor:
-        return x if x.size(0) == self._num_sent else _resize(x, self._num_sent)
+        return x if len(x) == self._num_sent else _resize(x, self._num_sent)
+
+    dispatch_postprocess, token_combine = _Dispatcher.dispatch_postprocess, _Dispatcher.token_combine
 
 
 class _AllGather(_Dispatcher):

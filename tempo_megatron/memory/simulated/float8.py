@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -55,15 +55,25 @@ def keep_float8_inputs(layers: Iterable[torch.nn.Module], recipe: str, *, is_fus
     """
     has_blocks = recipe in _SCALED_BY_BLOCKS
     for layer in layers:
-        keeping = _find_sharing(layer)
-        for module in layer.modules():
+        modules = [*layer.modules()]
+        # Whose inputs are kept by others anyway: what attention keeps of its output stands for both.
+        sharing = [m.get_submodule("linear_proj") for m in modules if hasattr(m, "core_attention")]
+        sharing += [m.get_submodule("linear_fc1") for m in modules if isinstance(m, SharedExpertMLP)]
+        for module in modules:
+            keep = functools.partial(keep_in_float8, has_blocks=has_blocks)
             if isinstance(module, LocalExperts):
-                module.keep_input = functools.partial(keep_in_float8, has_blocks=has_blocks)
+                module.keep_input = keep
             elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                if module not in keeping:
-                    _wrap(module, has_blocks=has_blocks)
-                elif recipe == "delayed":
-                    _wrap(module, keeps_both=is_fused or isinstance(module, ColumnParallelLinear))
+                if module in sharing and recipe == "delayed":
+                    keeps_both = is_fused or isinstance(module, ColumnParallelLinear)
+                    keep = functools.partial(keep_in_float8, keeps_both=keeps_both)
+                if module not in sharing or recipe == "delayed":
+                    module.forward = functools.partial(_run_keeping, keep, module.forward)
+
+
+def _run_keeping(keep_input: Any, forward: Callable[..., Any], x: Tensor, *others: Any, **named: Any) -> Any:
+    with keep_input(x):
+        return forward(x, *others, **named)
 
 
 def list_float8_weights(layer: torch.nn.Module) -> list[Tensor]:
@@ -92,19 +102,3 @@ def keep_in_float8(x: Tensor, *, keeps_both: bool = False, has_blocks: bool = Fa
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
-
-
-def _wrap(linear: torch.nn.Module, *, keeps_both: bool = False, has_blocks: bool = False) -> None:
-    forward = linear.forward
-
-    def run(x: Tensor, *others: Any, **named: Any) -> Any:
-        with keep_in_float8(x, keeps_both=keeps_both, has_blocks=has_blocks):
-            return forward(x, *others, **named)
-
-    linear.forward = run
-
-
-def _find_sharing(layer: torch.nn.Module) -> list[torch.nn.Module]:
-    """The linears whose inputs are kept by others anyway: what attention keeps of its output stands for both."""
-    projections = [m.get_submodule("linear_proj") for m in layer.modules() if hasattr(m, "core_attention")]
-    return projections + [m.get_submodule("linear_fc1") for m in layer.modules() if isinstance(m, SharedExpertMLP)]

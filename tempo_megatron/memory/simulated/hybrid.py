@@ -8,7 +8,7 @@ keeps and frees the tensors that they do. References are to megatron-core 0.16.1
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,7 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from torch import Tensor
 
 from tempo_megatron.memory.run import Hybrid
-from tempo_megatron.memory.simulated.configuration import make_column_linear, make_row_linear
-from tempo_megatron.memory.simulated.stand_in import Made, stand_in
+from tempo_megatron.memory.simulated.stand_in import Made, make_column_linear, make_row_linear, stand_in
 from tempo_megatron.slots.linear import TempoColumnParallelLinear
 
 _CHUNK = 128
@@ -84,113 +83,95 @@ class _MambaMixer(torch.nn.Module):
         self.dt_bias, self.A_log, self.D = (
             torch.nn.Parameter(torch.empty(num_heads // ranks, dtype=dtype)) for _ in range(3)
         )
-        self.norm = _GroupedNorm(inner // ranks, groups // ranks, dtype)
+        self.norm = torch.nn.RMSNorm(inner // ranks, dtype=dtype)
+        self.norm.forward = self._normalize  # type: ignore[method-assign]
         self.out_proj = make_row_linear(config, inner, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         projected = self.in_proj(x)[0].transpose(0, 1).contiguous()
         decay = -torch.exp(self.A_log.float())
         convolution = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        scan = _Scan(projected, len(self.conv1d.weight), len(self.D), *self._sizes)
         inputs: list[Any] = [projected, *convolution, self.dt_bias.float(), decay, self.D]
-        scanned = stand_in(scan.run, *inputs, differentiate=scan.differentiate)
+        scan, differentiate = _make_scan(projected, len(self.conv1d.weight), len(self.D), *self._sizes)
+        scanned = stand_in(scan, *inputs, differentiate=differentiate)
         found: Tensor = self.out_proj(self.norm(scanned.transpose(0, 1).contiguous()))[0]
         return found
 
-
-class _GroupedNorm(torch.nn.Module):
-    """layernorm_gated.py: RMSNorm of groups of channels, whose gate the scan has applied."""
-
-    def __init__(self, size: int, num_groups: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._num_groups = num_groups
-        self.weight = torch.nn.Parameter(torch.empty(size, dtype=dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Keeps its input, and a float32 of each token and group."""
+    def _normalize(self, x: Tensor) -> Tensor:
+        """layernorm_gated.py: RMSNorm of groups of channels, whose gate the scan has applied. Keeps its input, and a
+        float32 of each token and group."""
 
         def make(x: Tensor, weight: Tensor) -> Made:
-            statistics = x.new_empty(self._num_groups * x.numel() // weight.numel(), dtype=torch.float32)
+            statistics = x.new_empty(self._sizes[1] * x.numel() // weight.numel(), dtype=torch.float32)
             return torch.empty_like(x), (x, weight, statistics)
 
-        return stand_in(make, x, self.weight)
+        return stand_in(make, x, self.norm.weight)
 
 
-class _Scan:
-    """ssd_combined.py: MambaSplitConv1dScanCombinedFn, with a gate and without a norm. A chunk is of _CHUNK tokens.
-
-    Keeps its arguments and the scan's output before the gate; convolution and scan run again in backward.
+def _make_scan(
+    projected: Tensor, num_channels: int, num_heads: int, head_dim: int, num_groups: int, num_processors: int
+) -> tuple[Callable[..., Made], Callable[..., list[Tensor]]]:
+    """Convolution, scan and gate in one, and their backward (ssd_combined.py: MambaSplitConv1dScanCombinedFn). What has
+    a name in a kernel's launcher lives until it returns.
 
     Args:
         projected: [b, s, gate, input, B, C and steps], whose dtype tensors have that are not float32.
-        num_channels: of the convolution.
-        num_heads, head_dim, num_groups: of the rank.
+        num_channels, num_heads, head_dim, num_groups: of a rank.
         num_processors: of the GPU.
     """
+    make, (batch, tokens, _) = projected.new_empty, projected.shape
+    state_dim = (num_channels - num_heads * head_dim) // num_groups // 2
+    chunks, of_group = math.ceil(tokens / _CHUNK), num_heads // num_groups
+    # For each token and head; the state behind each chunk, and the last one.
+    sums = batch, num_heads, chunks, _CHUNK
+    all_states, state = (batch, chunks, num_heads, head_dim, state_dim), (batch, num_heads, head_dim, state_dim)
+    # Products of B and C within each chunk. In backward the heads of a group are split (ssd_chunk_state.py:
+    # _chunk_state_bwd_db).
+    per_program = max(1, min(math.ceil(batch * chunks * num_heads / num_processors), of_group))
+    splits = math.ceil(of_group / per_program)
+    products, split_products = ((batch, chunks, each, num_groups, _CHUNK, _CHUNK) for each in (1, splits))
+    split_grad = batch, tokens, splits, num_groups, state_dim
 
-    def __init__(
-        self, projected: Tensor, num_channels: int, num_heads: int, head_dim: int, num_groups: int, num_processors: int
-    ) -> None:
-        self._make, (batch, tokens, _) = projected.new_empty, projected.shape
-        state_dim = (num_channels - num_heads * head_dim) // num_groups // 2
-        chunks = math.ceil(tokens / _CHUNK)
-        self._convolved = batch, tokens, num_channels
-        self._output = batch, tokens, num_heads, head_dim
-        self._steps = batch, tokens, num_heads
-        # For each token and head.
-        self._sums = batch, num_heads, chunks, _CHUNK
-        # The state behind each chunk, and the last one.
-        self._states = batch, chunks, num_heads, head_dim, state_dim
-        self._state = batch, num_heads, head_dim, state_dim
-        # Products of B and C within each chunk.
-        self._products = batch, chunks, 1, num_groups, _CHUNK, _CHUNK
-        # In backward the heads of a group are split (ssd_chunk_state.py: _chunk_state_bwd_db).
-        of_group = num_heads // num_groups
-        per_program = min(math.ceil(batch * chunks * num_heads / num_processors), of_group)
-        splits = math.ceil(of_group / max(per_program, 1))
-        self._split_products = batch, chunks, splits, num_groups, _CHUNK, _CHUNK
-        # Of B or of C.
-        self._split_grad = batch, tokens, splits, num_groups, state_dim
+    def make_float32(*shapes: Sequence[int]) -> list[Tensor]:
+        return [make(shape, dtype=torch.float32) for shape in shapes]
 
-    def _make_float32(self, *shapes: Sequence[int]) -> list[Tensor]:
-        return [self._make(shape, dtype=torch.float32) for shape in shapes]
-
-    def run(self, projected: Tensor, *others: Tensor) -> Made:
+    def scan(projected: Tensor, *others: Tensor) -> Made:
         conv_weight, conv_bias, dt_bias, decay, skip = others
-        # _mamba_chunk_scan_combined_fwd; what has a name there lives until it returns.
-        alive = [self._make(self._convolved), *self._make_float32(self._sums, self._sums)]
-        states = self._make_float32(self._states)
-        alive += [self._make(self._states), *self._make_float32(self._state)]
+        # _mamba_chunk_scan_combined_fwd
+        alive = [make(batch, tokens, num_channels), *make_float32(sums, sums)]
+        states = make_float32(all_states)
+        alive += [make(all_states), *make_float32(state)]
         del states
-        alive += self._make_float32(self._products)
-        output, ungated = self._make(self._output), self._make(self._output)
+        alive += make_float32(products)
+        output, ungated = (make(batch, tokens, num_heads, head_dim) for _ in range(2))
         del alive
         return output.flatten(2), (projected, conv_weight, conv_bias, ungated, decay, skip, dt_bias)
 
-    def differentiate(self, kept: Sequence[Tensor], _: Tensor) -> list[Tensor]:
+    def differentiate(kept: Sequence[Tensor], _: Tensor) -> list[Tensor]:
         projected, conv_weight, conv_bias, _, decay, skip, dt_bias = kept
-        alive = [self._make(self._convolved)]
+        alive = [make(batch, tokens, num_channels)]
         grad_projected = torch.empty_like(projected)
         # The gradient of the convolution's output; the rest is _mamba_chunk_scan_combined_bwd.
-        alive += [self._make(self._convolved), self._make(self._steps)]
-        alive += self._make_float32(self._sums, self._sums, self._products)
-        in_chunks = self._make_float32(self._states)
-        states = self._make_float32(self._states)
-        alive += self._make_float32(self._state)
+        alive += [make(batch, tokens, num_channels), make(batch, tokens, num_heads)]
+        alive += make_float32(sums, sums, products)
+        in_chunks = make_float32(all_states)
+        states = make_float32(all_states)
+        alive += make_float32(state)
         del in_chunks
         # dout_x of _chunk_scan_bwd_dz.
-        alive += [self._make(self._output)]
-        states += self._make_float32(self._states)
-        alive += [self._make(self._states), self._make(self._states)]
+        alive += [make(batch, tokens, num_heads, head_dim)]
+        states += make_float32(all_states)
+        alive += [make(all_states), make(all_states)]
         del states
-        alive += self._make_float32(self._sums)
+        alive += make_float32(sums)
         # dB and dC, summed over the splits.
         for _operand in "BC":
-            alive += [self._make_float32(self._split_grad)[0].sum(2), *self._make_float32(self._sums)]
-        alive += [self._make_float32(self._split_products)[0].sum(2)]
+            alive += [make_float32(split_grad)[0].sum(2), *make_float32(sums)]
+        alive += [make_float32(split_products)[0].sum(2)]
         # ddA_prev, and ddA of _chunk_scan_bwd_ddAcs_stable.
-        blocks = [self._sums] * (_CHUNK // _ROWS)
-        alive += [*self._make_float32(self._sums), torch.stack(self._make_float32(*blocks)).sum(0)]
+        alive += [*make_float32(sums), torch.stack(make_float32(*[sums] * (_CHUNK // _ROWS))).sum(0)]
         small = [torch.empty_like(each) for each in (conv_weight, conv_bias, dt_bias, decay, skip)]
         del alive
         return [grad_projected, *small]
+
+    return scan, differentiate

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from tempo_kernels.opaque import run_or_simulate
 from tempo_megatron.memory.run import Run
-from tempo_megatron.memory.simulated.configuration import make_column_linear, make_row_linear
 from tempo_megatron.memory.simulated.device import differentiate_stock_attention
-from tempo_megatron.memory.simulated.stand_in import DroppedOutput, Made, stand_in
+from tempo_megatron.memory.simulated.stand_in import DroppedOutput, Made, make_column_linear, make_row_linear, stand_in
 from tempo_megatron.models.build import LatentDotProductAttention
 from tempo_megatron.slots.linear import DropsInput, TempoColumnParallelLinear
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import RowParallelLinear
 from torch import Tensor
 
 Made = tuple[Any, Sequence[Tensor]]
@@ -35,6 +36,17 @@ def stand_in(
     """
     result: Tensor = _StandIn.apply(make, differentiate, *inputs)
     return result
+
+
+def make_column_linear(config: Any, num_inputs: int, num_outputs: int, linear: Any, **group: Any) -> Any:
+    """A `linear` without bias, ColumnParallelLinear or Tempo's."""
+    common = {"init_method": config.init_method, "bias": False, "gather_output": False}
+    return linear(num_inputs, num_outputs, config=config, **common, **group)
+
+
+def make_row_linear(config: Any, num_inputs: int, num_outputs: int, *, bias: bool) -> RowParallelLinear:
+    common = {"init_method": config.output_layer_init_method, "input_is_parallel": True, "skip_bias_add": True}
+    return RowParallelLinear(num_inputs, num_outputs, config=config, bias=bias, **common)
 
 
 class _StandIn(torch.autograd.Function):

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
 from tempo_megatron.memory.tape.scopes import Scopes
-from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT, GRADIENT, TORCH_PRODUCT, Storage, Tape, Workspaces
+from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT, FREED, GRADIENT, TORCH_PRODUCT, Storage, Tape, Workspaces
 
 _Result = TypeVar("_Result")
 _PRODUCTS = {
@@ -60,19 +60,17 @@ class Follower(TorchDispatchMode):
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         # Storages of `make_known`: while somebody holds them, no other storage has their addresses.
         self._held: list[torch.UntypedStorage] = []
-        self._looks_away = False
         self._with_gradient: set[int] = set()
-        self._scopes, self._count_host = scopes, count_host
+        self._scopes, self._count_host = scopes or Scopes(), count_host
         self._context = contextlib.ExitStack()
 
     def __enter__(self) -> Follower:
         if self._count_host is not None:
             self.tape.on_host.append(self._count_host())
-        if self._scopes is not None:
-            self._context.enter_context(self._scopes.follow(self.tape))
-            for parameter in self._scopes.list_trained():
-                hook = parameter.register_post_accumulate_grad_hook(self._note_gradients_of)
-                self._context.callback(hook.remove)
+        self._context.enter_context(self._scopes.follow(self.tape))
+        for parameter in self._scopes.list_trained():
+            hook = parameter.register_post_accumulate_grad_hook(self.note_gradients)
+            self._context.callback(hook.remove)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -86,7 +84,7 @@ class Follower(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         new: dict[int, torch.UntypedStorage] = {}
         for t in tree_leaves(out):
-            if isinstance(t, Tensor) and not t.is_meta and not self._looks_away:  # meta has a size and no memory
+            if isinstance(t, Tensor) and not t.is_meta:  # meta has a size and no memory
                 storage = t.untyped_storage()
                 if storage._cdata not in self._known and storage._cdata not in self._alive:
                     new[storage._cdata] = storage
@@ -99,7 +97,7 @@ class Follower(TorchDispatchMode):
         return out
 
     def _note(self, new: dict[int, torch.UntypedStorage], read: set[int]) -> None:
-        phase, operation = ("", "") if self._scopes is None else self._scopes.find_place(self.tape)
+        phase, operation = self._scopes.find_place()
         self.tape.num_steps += 1
         if self._count_host is not None:
             self.tape.on_host.append(self._count_host())
@@ -119,11 +117,8 @@ class Follower(TorchDispatchMode):
 
     def make_known(self, function: Callable[[], Tensor]) -> Tensor:
         """What `function` returns, whose storage does not count from then on; nothing that it makes counts."""
-        self._looks_away = True
-        try:
+        with _pop_mode_temporarily():
             made = function()
-        finally:
-            self._looks_away = False
         self._held.append(made.untyped_storage())
         self._known.add(made.untyped_storage()._cdata)
         return made
@@ -137,9 +132,10 @@ class Follower(TorchDispatchMode):
         """What `function` returns, and how many bytes more than before are alive while it runs; `peak` has them too.
 
         On the tape the call is one storage for a moment, as large as all that was alive inside at most, and then what
-        it leaves: its results first.
+        it leaves: its results first. What was there before and is freed in it is freed last.
         """
-        first_event, first_storage = len(self.tape.events), len(self.tape.storages)
+        storages, events = self.tape.storages, self.tape.events
+        first_event, first_storage = len(events), len(storages)
         before, start = self.peak, self.begin_phase()
         result = function()
         rise = self.peak - start
@@ -147,41 +143,35 @@ class Follower(TorchDispatchMode):
         alive = {key: number for key, number in list(self._alive.items()) if number >= first_storage}
         tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         results = [alive.pop(key) for t in tensors if (key := t.untyped_storage()._cdata) in alive]
-        self.tape.replace_call(first_event, first_storage, rise, [*results, *alive.values()])
+        freed = [(number, size) for number, size in events[first_event:] if size == FREED and number < first_storage]
+        del events[first_event:]
+        if rise:
+            self.tape.free(self.tape.add(Storage(rise, "", "", self.tape.num_steps)))
+        events += [(number, storages[number].num_bytes) for number in (*results, *alive.values())] + freed
         return result, rise
 
-    def note_rise(self, num_bytes: int) -> None:
-        """Count `num_bytes` beyond what is alive as alive for a moment."""
-        self.peak = max(self.peak, self.alive_bytes + num_bytes)
-        self.tape.add_moment(num_bytes)
+    def note_workspaces(self, num_bytes: int, kept: Tensor | None) -> None:
+        """Record what a call of attention held inside itself, `num_bytes` at most and without its results, all of which
+        was alive when the tape's last storage was made.
 
-    def note_workspaces(self, num_bytes: int, level: int, kept: Tensor | None) -> None:
-        """Record what a call of attention held inside itself, without its results.
-
-        Args:
-            num_bytes: of it, at most.
-            level: all that was alive then, which `peak` has already.
-            kept: what the call's forward kept, where this is its backward.
+        kept: what the call's forward kept, where this is its backward.
         """
         number = None if kept is None else self._alive.get(kept.untyped_storage()._cdata)
-        operation = "" if self._scopes is None else self._scopes.operation
-        if number is not None:
-            operation = self.tape.storages[number].operation
-        self.tape.workspaces.append(Workspaces(num_bytes, operation, self.tape.find_level(level, self.alive_bytes)))
+        operation = self._scopes.operation if number is None else self.tape.storages[number].operation
+        self.tape.workspaces.append(Workspaces(num_bytes, operation, len(self.tape.storages) - 1))
 
-    def note_gradient(self, gradient: Tensor) -> None:
-        """Record that the gradient of a parameter is complete; of several in one storage the first has its bytes."""
-        storage = gradient.untyped_storage()
-        is_new = storage._cdata not in self._known and storage._cdata not in self._with_gradient
-        self._with_gradient.add(storage._cdata)
-        if storage._cdata in self._alive:
-            self.tape.storages[self._alive[storage._cdata]].is_gradient = True
-        self.tape.gradients[self.tape.mark(GRADIENT)] = gradient.numel(), storage.nbytes() if is_new else 0
-
-    def _note_gradients_of(self, parameter: Tensor) -> None:
+    def note_gradients(self, parameter: Tensor) -> None:
+        """Record that a parameter's gradient is complete; of several in one storage the first has its bytes."""
         for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
-            if gradient is not None:
-                self.note_gradient(gradient)
+            if gradient is None:
+                continue
+            storage = gradient.untyped_storage()
+            key, num_bytes = storage._cdata, storage.nbytes()
+            is_new = key not in self._known and key not in self._with_gradient
+            self._with_gradient.add(key)
+            if key in self._alive:
+                self.tape.storages[self._alive[key]].is_gradient = True
+            self.tape.gradients[self.tape.mark(GRADIENT)] = gradient.numel(), num_bytes if is_new else 0
 
     def sum_by_operation(self) -> dict[str, int]:
         """The operation that made them -> bytes that are alive now."""

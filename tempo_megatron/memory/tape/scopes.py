@@ -61,6 +61,7 @@ class Scopes:
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._owners: dict[int, str] = {}
         self._is_in_forward = False
+        self._tape = Tape()
 
     @property
     def operation(self) -> str:
@@ -85,15 +86,12 @@ class Scopes:
                     storages[storage._cdata] = SavedStorage(owner, storage.nbytes(), held.dtype, tuple(held.shape))
         return list(storages.values())
 
-    def find_place(self, tape: Tape) -> tuple[str, str]:
-        """The phase and the operation that run now; in backward it is the operation that made autograd's node.
-
-        tape: is told where a backward begins.
-        """
+    def find_place(self) -> tuple[str, str]:
+        """The phase and the operation that run now; in backward it is the operation that made autograd's node."""
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return ("forward" if self._is_in_forward else "", self.operation)
-        tape.begin("backward")
+        self._tape.begin("backward")
         if self.operation:
             return "recomputation", self.operation
         if node._sequence_nr() >= _NO_OPERATION:
@@ -104,8 +102,9 @@ class Scopes:
     def follow(self, tape: Tape | None = None) -> Iterator[None]:
         """Note inside this context which operation runs.
 
-        tape: is told where the forward of a model begins and ends.
+        tape: is told where the forward of a model begins and ends, and where a backward begins.
         """
+        self._tape = tape or self._tape
         hooks: list[Any] = []
         with contextlib.ExitStack() as undo:
             for model in self._models:
@@ -117,9 +116,8 @@ class Scopes:
                     if name:  # the root module has no name: whatever runs outside of submodules belongs to it
                         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
                         hooks.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-                if tape is not None:
-                    hooks.append(model.register_forward_pre_hook(lambda *_: self._begin_forward(tape)))
-                    hooks.append(model.register_forward_hook(lambda *_: self._end_forward(tape), always_call=True))
+                hooks.append(model.register_forward_pre_hook(lambda *_: self._begin_forward()))
+                hooks.append(model.register_forward_hook(lambda *_: self._end_forward(), always_call=True))
             for hook in hooks:
                 undo.callback(hook.remove)
             yield
@@ -155,19 +153,19 @@ class Scopes:
 
         return run
 
-    def _begin_forward(self, tape: Tape) -> None:
+    def _begin_forward(self) -> None:
         if not self._is_in_forward and torch._C._current_autograd_node() is None:
             self._is_in_forward = True
-            tape.begin("forward")
+            self._tape.begin("forward")
 
-    def _end_forward(self, tape: Tape) -> None:
+    def _end_forward(self) -> None:
         if self._is_in_forward:
             self._is_in_forward = False
-            tape.forward_ends.append(tape.num_steps)
+            self._tape.forward_ends.append(self._tape.num_steps)
 
     def _enter(self, name: str) -> None:
         self._scopes.append(name)
-        self._changes.append((torch._C._autograd._get_sequence_nr(), self.operation))
+        self._changes.append((torch._C._autograd._get_sequence_nr(), name))
 
     def _leave(self) -> None:
         self._scopes.pop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 Event = tuple[int, int]
 """(number, bytes) where a storage is made, (number, FREED) where it is freed; other marks have numbers below 0."""
@@ -37,8 +36,8 @@ class Workspaces:
     num_bytes: int
     operation: str
     """The operation of the model that called it, also for its backward."""
-    storage: int | None
-    """The number of the storage that is made when they are alive; None where that is not known."""
+    storage: int
+    """The number of the last storage that is made when they are alive."""
 
 
 class Tape:
@@ -82,38 +81,3 @@ class Tape:
         """Record that a forward begins with the next step, or a backward unless one is under way."""
         if phase == "forward" or not self.begins or self.begins[-1][1] != phase:
             self.begins.append((self.num_steps + 1, phase))
-
-    def add_moment(self, num_bytes: int) -> None:
-        """Record that `num_bytes` are alive for a moment, beyond what is alive before and after."""
-        if num_bytes:
-            step = self.num_steps
-            self.storages.append(Storage(num_bytes, "", "", step, step))
-            self.events += [(len(self.storages) - 1, num_bytes), (len(self.storages) - 1, FREED)]
-
-    def replace_call(self, first_event: int, first_storage: int, rise: int, left: Sequence[int]) -> None:
-        """Record a call as `rise` bytes for a moment, and then what it leaves.
-
-        Args:
-            first_event, first_storage: how many events and storages there were when it began.
-            rise: the most bytes that were alive in it, beyond those before it.
-            left: the numbers of the storages that it leaves. What was there before and is freed in it is freed last.
-        """
-        inside = self.events[first_event:]
-        del self.events[first_event:]
-        self.add_moment(rise)
-        self.events += [(number, self.storages[number].num_bytes) for number in left]
-        self.events += [(number, size) for number, size in inside if size == FREED and number < first_storage]
-
-    def find_level(self, level: int, alive: int) -> int | None:
-        """The number of the last storage with whose making `level` bytes were alive; None if there is none.
-
-        alive: the bytes that are alive now.
-        """
-        for number, size in reversed(self.events):
-            if size == FREED:
-                alive += self.storages[number].num_bytes
-            elif size >= 0:
-                if alive == level:
-                    return number
-                alive -= size
-        return None
