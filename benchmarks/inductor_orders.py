@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from torch._inductor import memory
 
-from tempo_megatron.roam.graph import StepGraph, count_bytes, make_problem
+from tempo_megatron.roam.graph import StepGraph
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,16 +38,15 @@ class _Node:
 
 def count_inductor_peak(graph: StepGraph) -> int:
     """Returns the peak of the best of Inductor's orders, including the given one."""
-    return min(max(count_bytes(graph, order)) for order in list_inductor_orders(graph))
+    return min(max(graph.count_bytes(order)) for order in list_inductor_orders(graph))
 
 
 def list_inductor_orders(graph: StepGraph) -> Iterator[Sequence[int]]:
     """Yields the given order, and those of topological_sort_lpmf, _bfs and _dfs."""
     yield range(len(graph.operations))
-    problem = make_problem(graph)
     nodes = [
         _Node([], [], memory.MemoryPlanningInfoForNode(index=place, size=made))
-        for place, made in enumerate(problem.made_bytes)
+        for place, made in enumerate(graph.made_bytes)
     ]
     outputs = set[str]()
     buffers, inputs = dict[str, _Buffer](), dict[str, memory.FreeableInputBuffer]()
@@ -64,14 +63,14 @@ def list_inductor_orders(graph: StepGraph) -> Iterator[Sequence[int]]:
         for node in info.succ_nodes:
             node.mpi_node.pred_buffers.add(found)
 
-    for storage, users in enumerate(problem.users):
+    for storage, users in enumerate(graph.users):
         name = f"storage {storage}"
         if users:
-            add(name, problem.sizes[storage], problem.makers.get(storage), users)
-        if storage in problem.kept:
+            add(name, graph.sizes[storage], graph.makers.get(storage), users)
+        if storage in graph.kept:
             outputs.add(name)
     # A buffer of no bytes says that one operation comes after another.
-    for place, after in enumerate(problem.successors):
+    for place, after in enumerate(graph.successors):
         add(f"order {place}", 0, place, after)
         for other in after:
             nodes[place].mpi_node.succ_nodes.add(nodes[other])

@@ -37,7 +37,7 @@ from tempo_megatron.roam.arena import ArenaStep
 from tempo_megatron.roam.capture import CapturedStep, capture_step
 from tempo_megatron.roam.command import capture_megatron_step
 from tempo_megatron.roam.execute import OrderedStep
-from tempo_megatron.roam.graph import StepGraph, find_lifetimes, make_problem
+from tempo_megatron.roam.graph import StepGraph
 from tempo_megatron.roam.order import find_order, list_by_memory
 from tempo_megatron.roam.placement import Rectangle, find_arena, list_rectangles
 from tempo_megatron.settings.arguments import tempo_config_from
@@ -128,14 +128,14 @@ def use_dtype(name: str) -> Iterator[None]:
 
 def simulate_reserved(graph: StepGraph, order: Sequence[int]) -> int:
     """Simulates what torch's CUDA allocator reserves on the device in two steps, fragmentation included."""
-    allocator, made = CachingAllocator(), {s for operation in graph.operations for s in operation.makes}
-    lives = {storage: life for storage, life in find_lifetimes(graph, order).items() if storage in made}
-    for storage in sorted(graph.kept - made):
+    allocator = CachingAllocator()
+    for storage in sorted(graph.standing):
         allocator.allocate(graph.sizes[storage])
     begins, ends = collections.defaultdict[int, list[int]](list), collections.defaultdict[int, list[int]](list)
-    for storage, (first, last) in lives.items():
-        begins[first].append(storage)
-        ends[last].append(storage)
+    for made, rectangle in zip(*list_rectangles(graph, order), strict=True):
+        if made in graph.makers:
+            begins[rectangle.first].append(made)
+            ends[rectangle.last].append(made)
     for _ in range(2):
         blocks = {}
         for step, place in enumerate(order):
@@ -170,24 +170,23 @@ def measure(case: str) -> dict[str, Any]:
     ordered_at = time.process_time()
     order, arena = find_arena(captured.graph, plan.order, alignment=_ALIGNMENT)
     placed_at = time.process_time()
-    problem = make_problem(captured.graph)
-    listed = list_by_memory(problem)
+    listed = list_by_memory(captured.graph)
     heuristic_arena = place_longest_first(list_rectangles(captured.graph, listed)[1])
     given = range(len(plan.order))
     return {
         "model": case,
         "operations": len(plan.order),
-        "standing_bytes": captured.standing_bytes,
+        "standing_bytes": captured.graph.standing_bytes,
         "eager_bytes": max(captured.count_eager_bytes()),
         "eager_reserved_bytes": simulate_reserved(captured.make_eager_graph(), given),
         "inductor_bytes": count_inductor_peak(captured.graph),
-        "lescea_bytes": problem.count_peak(listed),
-        "lescea_llfb_bytes": captured.standing_bytes + heuristic_arena,
+        "lescea_bytes": captured.graph.count_peak(listed),
+        "lescea_llfb_bytes": captured.graph.standing_bytes + heuristic_arena,
         "plan_bytes": plan.peak_bytes,
         "plan_reserved_bytes": simulate_reserved(captured.graph, order),
         "lower_bound": plan.lower_bound,
-        "plan_arena_bytes": captured.standing_bytes + arena.height,
-        "arena_lower_bound": captured.standing_bytes + arena.lower_bound,
+        "plan_arena_bytes": captured.graph.standing_bytes + arena.height,
+        "arena_lower_bound": captured.graph.standing_bytes + arena.lower_bound,
         "capture_s": round(captured_at - start, 2),
         "order_s": round(ordered_at - captured_at, 2),
         "layout_s": round(placed_at - ordered_at, 2),
@@ -239,7 +238,7 @@ def run(case: str) -> dict[str, Any]:
         torch.manual_seed(4)
         loss, peaks[kind] = measure_allocated(functools.partial(step, *batch))
         losses[kind].append(loss)
-    standing = captured["ordered"].standing_bytes
+    standing = captured["ordered"].graph.standing_bytes
     return {
         "model": case,
         "is_bit_identical": all(

@@ -18,19 +18,19 @@ from torch.utils.dlpack import from_dlpack
 
 from tempo_megatron.roam.capture import CapturedStep, list_tensors
 from tempo_megatron.roam.execute import OrderedStep
-from tempo_megatron.roam.graph import count_bytes
 from tempo_megatron.roam.placement import find_placement, list_rectangles
 
 # The alignment of torch's own allocators. With another one a kernel may add up in another order.
 _ALIGNMENT = {"cpu": 64, "cuda": 512}
 _aten = torch.ops.aten
 _COPIES = (_aten.clone.default, _aten._to_copy.default, _aten.lift_fresh_copy.default)
-_ALLOCATES = (
-    _aten.empty.memory_format,
-    _aten.empty_like.default,
-    _aten.new_empty.default,
-    _aten.new_empty_strided.default,
-)
+_EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.new_empty_strided.default)
+# These fill their result with a number, or leave it as it is.
+_FILLS = {
+    **dict.fromkeys((_aten.ones.default, _aten.ones_like.default), 1),
+    **dict.fromkeys((_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default), 0),
+    **dict.fromkeys(_EMPTY, None),
+}
 # For these, and for pointwise operations, the out= form gives the strides of the ordinary form for any arguments.
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")
 # For these the out= form gives the strides of the ordinary form if all arguments are contiguous. Others do not: reduced
@@ -45,54 +45,39 @@ _OTHERS = (
 )
 # These take a number, but their out= forms a tensor of one element.
 _OF_NUMBERS = {getattr(_aten, name).Scalar: getattr(_aten, name).Tensor for name in ("add", "sub", "mul", "div")}
-_FILLS = {
-    _aten.ones.default: 1,
-    _aten.ones_like.default: 1,
-    _aten.zeros.default: 0,
-    _aten.zeros_like.default: 0,
-    _aten.new_zeros.default: 0,
-}
 
 
 class ArenaStep(OrderedStep):
     """An `OrderedStep` that writes as many results as possible into an arena, allocated once, here.
 
-    The numbers are those of OrderedStep bit for bit.
-
-    Args:
-        captured: the step.
-        model: the model that was captured, with real tensors.
-        order: an order of the captured graph's operations; None is the order of eager mode.
+    It takes the same arguments, and its numbers are the same bit for bit.
     """
 
-    def __init__(
-        self,
-        captured: CapturedStep,
-        model: torch.nn.Module,
-        order: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, captured: CapturedStep, model: torch.nn.Module, order: Sequence[int] | None = None) -> None:
         super().__init__(captured, model, order)
-        order = range(len(captured.nodes)) if order is None else order
-        device = next(model.parameters()).device
+        graph, device = captured.graph, next(model.parameters()).device
         placed = _find_placed(captured, device)
-        alignment = _ALIGNMENT.get(device.type, max(_ALIGNMENT.values()))
-        storages, rectangles = list_rectangles(captured.graph, order)
+        storages, rectangles = list_rectangles(graph, self._order)
         chosen = {storage: each for storage, each in zip(storages, rectangles, strict=True) if storage in placed}
+        alignment = _ALIGNMENT.get(device.type, max(_ALIGNMENT.values()))
         placement = find_placement(list(chosen.values()), alignment=alignment)
         arena = torch.empty(placement.height, dtype=torch.uint8, device=device)
         self.arena_bytes = placement.height
-        self.allocated_bytes = _count_rest(captured, order, placed)
+        rest = tuple(0 if s in placed else size for s, size in enumerate(graph.sizes))
+        self.allocated_bytes = dataclasses.replace(graph, sizes=rest).count_peak(self._order) - graph.standing_bytes
         """The peak of what the allocator gives out beside the arena and the storages that exist throughout."""
         self.left_out = tuple(
             operation.name
-            for operation in captured.graph.operations
-            if any(
-                captured.graph.sizes[s] and s not in placed and s not in captured.graph.kept for s in operation.makes
-            )
+            for operation in graph.operations
+            if any(rest[storage] and storage not in graph.kept for storage in operation.makes)
         )
         """The operations whose results are not in the arena."""
-        offsets = dict(zip(chosen, placement.offsets, strict=True))
-        tensors = {storage: _make_tensor(arena, offsets[storage], like) for storage, like in placed.items()}
+        tensors = dict[int, Tensor]()
+        for storage, offset in zip(chosen, placement.offsets, strict=True):
+            like = placed[storage]
+            # A storage of its own with offset 0, as any new tensor has.
+            part = from_dlpack(arena[offset : offset + like.nbytes])
+            tensors[storage] = part.view(like.dtype).as_strided(like.shape, like.stride())
         _write_into(self._module, captured, tensors)
 
 
@@ -100,8 +85,7 @@ def find_out_variant(operator: Any, device_type: str) -> Any | None:
     """Returns the overload that writes the same results to given tensors, if it has a kernel of its own, else None."""
     if not isinstance(operator, torch._ops.OpOverload):
         return None
-    if operator in _OF_NUMBERS:
-        operator = _OF_NUMBERS[operator]
+    operator = _OF_NUMBERS.get(operator, operator)
     expected = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
     for name in operator.overloadpacket.overloads():
         other = getattr(operator.overloadpacket, name)
@@ -132,39 +116,21 @@ def _find_placed(captured: CapturedStep, device: torch.device) -> dict[int, Tens
 
 
 def _can_write(node: fx.Node, device_type: str) -> bool:
-    if node.target in (*_COPIES, *_ALLOCATES, *_FILLS):
+    """Whether an operation can write its results to given tensors, and they have the strides of the fake ones."""
+    if node.target in (*_COPIES, *_FILLS):
         return True
-    return _has_known_strides(node) and find_out_variant(node.target, device_type) is not None
-
-
-def _has_known_strides(node: fx.Node) -> bool:
-    """Whether the operation's real result has the strides of its fake result."""
-    name = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
-    if name in _PRODUCTS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+    variant = find_out_variant(node.target, device_type)
+    if variant is None:
+        return False
+    if variant.overloadpacket.__name__ in _PRODUCTS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return True
-    return name in _OTHERS and all(t.is_contiguous() for each in node.all_input_nodes for t in list_tensors(each))
+    inputs = (t for each in node.all_input_nodes for t in list_tensors(each))
+    return variant.overloadpacket.__name__ in _OTHERS and all(t.is_contiguous() for t in inputs)
 
 
 def _fills_storage(t: Tensor) -> bool:
-    """Whether the tensor's elements fill its storage, each with bytes of its own."""
-    distance = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1):
-        if stride != distance:
-            return False
-        distance *= size
-    return 0 < t.nbytes == t.untyped_storage().nbytes() and not t.storage_offset()
-
-
-def _count_rest(captured: CapturedStep, order: Sequence[int], placed: dict[int, Tensor]) -> int:
-    sizes = tuple(0 if s in placed else size for s, size in enumerate(captured.graph.sizes))
-    graph = dataclasses.replace(captured.graph, sizes=sizes)
-    return max(count_bytes(graph, order), default=captured.standing_bytes) - captured.standing_bytes
-
-
-def _make_tensor(arena: Tensor, offset: int, like: Tensor) -> Tensor:
-    """Makes a tensor of a part of the arena. It has a storage of its own with offset 0, as any new tensor."""
-    part = from_dlpack(arena[offset : offset + like.nbytes])
-    return part.view(like.dtype).as_strided(like.shape, like.stride())
+    """Whether each byte of its storage belongs to one element: only then a new tensor like it has its strides."""
+    return 0 < t.nbytes == t.untyped_storage().nbytes() and torch.empty_like(t).stride() == t.stride()
 
 
 def _write_into(module: fx.GraphModule, captured: CapturedStep, tensors: dict[int, Tensor]) -> None:
@@ -187,12 +153,11 @@ def _write_into(module: fx.GraphModule, captured: CapturedStep, tensors: dict[in
 
 
 def _call_into(graph: fx.Graph, call: fx.Node, targets: list[fx.Node], device_type: str) -> fx.Node:
-    if call.target in _ALLOCATES:
-        return targets[0]
     if call.target in _COPIES:
         return graph.call_function(_aten.copy_.default, (targets[0], call.args[0]))
     if call.target in _FILLS:
-        return graph.call_function(_aten.fill_.Scalar, (targets[0], _FILLS[call.target]))
+        number = _FILLS[call.target]
+        return targets[0] if number is None else graph.call_function(_aten.fill_.Scalar, (targets[0], number))
     variant = find_out_variant(call.target, device_type)
     assert variant is not None
     names = [argument.name for argument in variant._schema.arguments if argument.is_out]

@@ -1,9 +1,10 @@
-"""`tempo-megatron order` and its plot: finds a training step's order of least memory, on tensors without memory."""
+"""`tempo-megatron order`: finds a training step's order of least memory, on tensors without memory."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import time
 from pathlib import Path
@@ -12,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_megatron.extras import check_installed
-from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.requested_run import read_requested_shape
 from tempo_megatron.memory.fake_tensors import use_megatron_fakes
+from tempo_megatron.memory.show.plots import open_reports
 from tempo_megatron.memory.simulated.chunk_model import (
     build_ledger_config,
     convert_parameters,
@@ -26,9 +26,7 @@ from tempo_megatron.models.build import DTYPES, build_model, make_inputs
 from tempo_megatron.models.layout import pad_vocab_size
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.models.shape_file import name_shape_file
-from tempo_megatron.plots import COLOURS, import_pyplot, save, tidy
 from tempo_megatron.roam.capture import CapturedStep, capture_step
-from tempo_megatron.roam.graph import count_bytes
 from tempo_megatron.roam.order import OperationOrder, find_order
 from tempo_megatron.roam.placement import Placement, find_arena
 from tempo_megatron.settings.arguments import tempo_config_from
@@ -48,10 +46,6 @@ _ALIGNMENT = 512
 
 def run_order(args: argparse.Namespace) -> int:
     """Captures, orders and places one step, and prints the gain. Raises ValueError for what cannot be captured."""
-    if args.plot:
-        check_installed("--plot", "train", "matplotlib")
-    if args.html:
-        check_installed("--html", "train", "plotly")
     tempo_config = tempo_config_from(args, read_deepspeed_json(args.deepspeed_config) if args.deepspeed_config else {})
     shape = read_requested_shape(args)
     if shape.num_experts is not None:
@@ -61,37 +55,31 @@ def run_order(args: argparse.Namespace) -> int:
         )
     name = name_shape_file(args.model)
     title = f"{name}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, {args.optimizer}"
-    start = time.perf_counter()
+    reports = open_reports(args, title)
+    times = [time.perf_counter()]
     captured = capture_megatron_step(shape, tempo_config, args)
-    captured_at = time.perf_counter()
+    times.append(time.perf_counter())
     plan = find_order(captured.graph, work_limit=args.work_limit)
-    ordered_at = time.perf_counter()
+    times.append(time.perf_counter())
     placement = None
     if not args.no_layout:
         order, placement = find_arena(captured.graph, plan.order, alignment=_ALIGNMENT)
         plan = dataclasses.replace(plan, order=order)
-    seconds = {
-        "capture": captured_at - start,
-        "order": ordered_at - captured_at,
-        "layout": time.perf_counter() - ordered_at,
-    }
-    figures = list_figures(captured, plan, placement, seconds)
+    times.append(time.perf_counter())
+    spans = (after - before for before, after in itertools.pairwise(times))
+    figures = list_figures(captured, plan, placement, dict(zip(("capture", "order", "layout"), spans, strict=True)))
     table = format_order(figures)
     print(title, table, sep="\n")
-    curves = {"eager mode": captured.count_eager_bytes(), "this plan": count_bytes(captured.graph, plan.order)}
-    curves_in_mib = {label: [size / 2**20 for size in sizes] for label, sizes in curves.items()}
-    if args.plot:
-        plot_order(curves_in_mib, plan.lower_bound / 2**20, args.plot, title)
-    if args.html:
-        report = HtmlReport(title)
+    curves = {"eager mode": captured.count_eager_bytes(), "this plan": captured.graph.count_bytes(plan.order)}
+    for file, report in reports.items():
         report.add_text(table)
         report.add_curves(
             "alive while each operation runs",
-            {label: (list(range(len(sizes))), sizes) for label, sizes in curves_in_mib.items()},
+            {label: (list(range(len(sizes))), [size / 2**20 for size in sizes]) for label, sizes in curves.items()},
             ("operation", "MiB"),
             line=("no order's peak is lower", plan.lower_bound / 2**20),
         )
-        report.save(args.html)
+        report.save(file)
     if args.json:
         Path(args.json).write_text(json.dumps({"title": title, **figures}, indent=2) + "\n", encoding="utf-8")
     return 0
@@ -129,7 +117,7 @@ def list_figures(
     return {
         **{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan) if field.name != "order"},
         "eager_peak_bytes": max(captured.count_eager_bytes()),
-        "standing_bytes": captured.standing_bytes,
+        "standing_bytes": captured.graph.standing_bytes,
         "arena_bytes": placement.height if placement else None,
         "arena_lower_bound": placement.lower_bound if placement else None,
         "seconds": seconds,
@@ -158,24 +146,3 @@ def format_order(figures: dict[str, Any]) -> str:
 
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / max(whole, 1):.2f} %"
-
-
-def plot_order(curves: dict[str, list[float]], lower_bound: float, png: str | Path, title: str) -> None:
-    """Draws how many MiB are alive while each operation runs, by the curves' labels.
-
-    Args:
-        curves: MiB at each operation of eager mode, and of the found order.
-        lower_bound: MiB that every order's peak has at least.
-        png: the file to write.
-        title: the text above the plot.
-    """
-    pyplot = import_pyplot()
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for (label, sizes), color in zip(curves.items(), ("#888888", COLOURS[0]), strict=True):
-        axes.step(range(len(sizes)), sizes, where="mid", color=color, label=f"{label}, peak {max(sizes):.1f} MiB")
-    axes.axhline(lower_bound, color="black", linewidth=0.8, linestyle="--", label="no order's peak is lower")
-    axes.set_xlabel("operation")
-    axes.set_ylabel("alive while it runs, MiB")
-    tidy(axes, title)
-    axes.legend(fontsize=8, frameon=False)
-    save(figure, png)

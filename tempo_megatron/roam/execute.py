@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tempo_megatron.roam.capture import CapturedStep, ParameterUpdate, get_arguments, is_random
+from tempo_megatron.roam.capture import CapturedStep, get_arguments, is_random
 from tempo_megatron.roam.graph import check_order
 
 
@@ -29,9 +29,11 @@ class OrderedStep:
     def __init__(self, captured: CapturedStep, model: torch.nn.Module, order: Sequence[int] | None = None) -> None:
         _check_draws(captured, model)
         self._batch = captured.batch
-        self._module = reorder(captured, range(len(captured.nodes)) if order is None else order)
+        self._order = range(len(captured.graph)) if order is None else order
+        self._module = reorder(captured, self._order)
         self._state: list[Tensor] = [*dict(model.named_parameters()).values(), *dict(model.named_buffers()).values()]
-        self._updates = [each for each in captured.module.children() if isinstance(each, ParameterUpdate)]
+        inputs = zip(self._module.graph.find_nodes(op="placeholder"), self._state, strict=False)
+        self._updated = [tensor for node, tensor in inputs if any(user.op == "call_module" for user in node.users)]
 
     def __call__(self, *batch: Any) -> Tensor:
         """Runs one step with a micro batch of the captured shapes, and returns the loss.
@@ -40,8 +42,7 @@ class OrderedStep:
         a gradient already, to which eager mode would add.
         """
         tensors = self._batch.list_tensors(batch)
-        _check_shapes(self._module, len(self._state), tensors)
-        if any(update.has_gradient() for update in self._updates):
+        if any(parameter.grad is not None for parameter in self._updated):
             raise ValueError(
                 "a parameter has a gradient before the step, to which eager mode would add the step's own; expected "
                 "none (call optimizer.zero_grad())"
@@ -56,41 +57,24 @@ def reorder(captured: CapturedStep, order: Iterable[int]) -> fx.GraphModule:
     order = list(order)
     check_order(captured.graph, order)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    calls = [node for place in order for node in captured.nodes[place]]
-    others = [node for node in captured.module.graph.nodes if node.op in ("placeholder", "get_attr")]
-    (output,) = (node for node in captured.module.graph.nodes if node.op == "output")
-    for node in (*others, *calls, output):
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+    output = graph.output(graph.graph_copy(captured.module.graph, copies))
+    for node in (node for place in order for node in captured.nodes[place]):
+        output.prepend(copies[node])
     graph.lint()
     return fx.GraphModule(captured.module, graph)
 
 
 def _check_draws(captured: CapturedStep, model: torch.nn.Module) -> None:
     """Raises ValueError if a run would draw other random numbers than eager mode."""
-    if captured.recomputes_draws:
-        raise ValueError(
-            "the model recomputes what draws random numbers, and a trace draws others the second time; expected no "
-            "dropout, or no recomputation, to run it (to plan it is possible)"
-        )
+    found, nodes = None, list(captured.module.graph.nodes)
+    if any(map(is_random, nodes[nodes.index(nodes[-1].args[0][0]) :])):  # behind the loss
+        found = "the model recomputes what draws random numbers, and a trace draws others the second time"
     is_megatron = any(type(each).__module__.startswith("megatron.") for each in model.modules())
-    for node in (node for nodes in captured.nodes for node in nodes):
+    for node in nodes:
         arguments = get_arguments(node)
         if arguments.get("key_low") is not None and (arguments.get("p") or arguments.get("dropout_p")):
-            raise ValueError(
-                f"{node.name} has the dropout masks of the micro batch that was captured; expected a model without "
-                "dropout to run it (to plan it is possible)"
-            )
-        if is_megatron and is_random(node):
-            raise ValueError(
-                f"{node.name} draws from one of Megatron's random states, which are no part of the trace; expected a "
-                "model without dropout to run it (to plan it is possible)"
-            )
-
-
-def _check_shapes(module: fx.GraphModule, num_state: int, tensors: Sequence[Tensor]) -> None:
-    """Raises ValueError unless the micro batch has the shapes that were captured."""
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"][num_state:]
-    expected = [(tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in placeholders]
-    given = [(tuple(t.shape), t.dtype) for t in tensors]
-    if given != expected:
-        raise ValueError(f"the micro batch has {given}; expected {expected}, for which the step was captured")
+            found = found or f"{node.name} has the dropout masks of the micro batch that was captured"
+        elif is_megatron and is_random(node):
+            found = found or f"{node.name} draws from one of Megatron's random states, which are no part of the trace"
+    if found:
+        raise ValueError(f"{found}; expected a model without dropout to run it (to plan it is possible)")

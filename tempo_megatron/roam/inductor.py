@@ -14,6 +14,7 @@ function of all kernels there, which frees nothing until it returns.
 
 from __future__ import annotations
 
+import collections
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,12 +45,9 @@ def compile_ordered(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Any:
-    """Compiles a graph by Inductor, with its kernels in our order.
+    """Compiles a graph that torch.compile traced by Inductor, with its kernels in our order.
 
-    Args:
-        module: the graph that torch.compile traced.
-        inputs: the graph's inputs.
-        mode, options: those of the backend "inductor".
+    Inputs, mode and options are those of the backend "inductor".
 
     Raises ValueError if the options name another function that orders Inductor's kernels.
     """
@@ -105,46 +103,42 @@ def read_nodes(nodes: Sequence[Any], output_names: frozenset[str]) -> StepGraph:
     """
     places = {node: place for place, node in enumerate(nodes)}
     sizes, kept = list[int](), set[int]()
-    makes: list[list[int]] = [[] for _ in nodes]
-    reads: list[list[int]] = [[] for _ in nodes]
+    makes, reads = (collections.defaultdict[int, list[int]](list) for _ in range(2))
 
     def add(buffer: Any, maker: int | None) -> None:
-        storage, info = len(sizes), buffer.mpi_buffer
-        sizes.append(info.size_free)
+        storage = len(sizes)
+        sizes.append(buffer.mpi_buffer.size_free)
         if maker is not None:
             makes[maker].append(storage)
-        for user in info.succ_nodes:
+        for user in buffer.mpi_buffer.succ_nodes:
             if places[user] != maker:
                 reads[places[user]].append(storage)
         if buffer.get_name() in output_names:
             kept.add(storage)
 
+    made = set[str]()
     for place, node in enumerate(nodes):
+        # The call of whose results this node takes one, if there is one.
+        calls = (before for before in node.mpi_node.pred_nodes if any(map(_allocates_more, before.get_outputs())))
+        call = places[next(calls, node)]
         for buffer in node.get_outputs():
-            add(buffer, place if buffer.mpi_buffer.size_alloc else _find_maker(node, places))
-    made_here = {buffer.get_name() for node in nodes for buffer in node.get_outputs()}
+            made.add(buffer.get_name())
+            add(buffer, place if buffer.mpi_buffer.size_alloc else call)
     inputs = {buffer.get_name(): buffer for node in nodes for buffer in node.mpi_node.pred_buffers}
     for name, buffer in inputs.items():
-        if name not in made_here:
+        if name not in made:
             add(buffer, None)
-    return StepGraph(
-        tuple(
-            Operation(
-                name=node.get_name(),
-                makes=tuple(makes[place]),
-                reads=tuple(reads[place]),
-                after=tuple(sorted(places[before] for before in node.mpi_node.pred_nodes)),
-            )
-            for place, node in enumerate(nodes)
-        ),
-        tuple(sizes),
-        frozenset(kept),
+    operations = (
+        Operation(
+            name=node.get_name(),
+            makes=tuple(makes[place]),
+            reads=tuple(reads[place]),
+            after=tuple(sorted(places[before] for before in node.mpi_node.pred_nodes)),
+        )
+        for place, node in enumerate(nodes)
     )
+    return StepGraph(tuple(operations), tuple(sizes), frozenset(kept))
 
 
-def _find_maker(node: Any, places: dict[Any, int]) -> int:
-    """Finds the call of whose results this node takes one; returns the node itself if there is none."""
-    for before in node.mpi_node.pred_nodes:
-        if any(buffer.mpi_buffer.size_alloc > buffer.mpi_buffer.size_free for buffer in before.get_outputs()):
-            return places[before]
-    return places[node]
+def _allocates_more(buffer: Any) -> bool:
+    return bool(buffer.mpi_buffer.size_alloc > buffer.mpi_buffer.size_free)

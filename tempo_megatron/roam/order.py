@@ -21,18 +21,19 @@ or X.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 from collections.abc import Sequence
 
-from tempo_megatron.roam.graph import Problem, StepGraph, check_order, cut, make_problem, renumber, restrict
-from tempo_megatron.roam.search import LeastState, find_least_state, search_order
+from tempo_megatron.roam.graph import StepGraph, check_order, cut, renumber, restrict
+from tempo_megatron.roam.search import find_least_state, search_order
 
 WORK_LIMIT = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
 class OperationOrder:
-    """An order of a graph's operations, and what is known of it. Bytes are counted as by `count_bytes`."""
+    """An order of a graph's operations, and what is known of it. Bytes are counted as by its `count_bytes`."""
 
     order: tuple[int, ...]
     """Indices of the graph's operations."""
@@ -42,7 +43,7 @@ class OperationOrder:
     lower_bound: int
     """No order needs less."""
     num_cuts: int
-    """The number of independent ranges into which the problem was cut."""
+    """The number of independent ranges into which the graph was cut."""
     work: int
     """Operations that the exact search examined."""
 
@@ -55,173 +56,151 @@ class OperationOrder:
 def find_order(graph: StepGraph, *, work_limit: int = WORK_LIMIT) -> OperationOrder:
     """Finds an order whose peak is as low as the steps above get it, and never higher than that of the given order.
 
-    Args:
-        graph: the step.
-        work_limit: the operations that the exact search of each range may examine. The result depends on it and on no
-            clock.
+    The exact search of each range may examine `work_limit` operations. The result depends on it and on no clock.
     """
-    problem = make_problem(graph)
-    ranges = cut(problem)
-    given = problem.count_steps(range(len(problem)))
-    order = list(range(len(problem)))
+    ranges = cut(graph)
+    order = list(range(len(graph)))
+    given = graph.count_bytes(order)
     fixed = [given[inside.start] for inside in ranges if len(inside) == 1]
-    lower_bound, work = max(fixed, default=problem.start_bytes), 0
-    peaks = [lower_bound]
+    lower_bound, work = max(fixed, default=graph.start_bytes), 0
     # The range with the highest peak first: the others have nothing to gain below its bound.
     for inside in sorted((each for each in ranges if len(each) > 1), key=lambda r: -max(given[r.start : r.stop])):
-        part = restrict(problem, inside)
-        found, bound, work_of_part = solve_range(part, max(lower_bound, 0), work_limit)
-        order[inside.start : inside.stop] = [inside.start + place for place in found]
-        lower_bound = max(lower_bound, bound)
-        peaks.append(part.count_peak(found))
-        work += work_of_part
+        solved, bound, work_of_range = solve_range(restrict(graph, inside), lower_bound, work_limit)
+        order[inside.start : inside.stop] = [inside.start + place for place in solved]
+        lower_bound, work = max(lower_bound, bound), work + work_of_range
     check_order(graph, order)
-    peak = max(peaks)
-    assert peak == problem.count_peak(order) and lower_bound <= peak <= max(given, default=peak)
-    return OperationOrder(tuple(order), peak, max(given, default=peak), lower_bound, num_cuts=len(ranges), work=work)
+    peak, given_peak = graph.count_peak(order), max(given, default=graph.start_bytes)
+    assert lower_bound <= peak <= given_peak
+    return OperationOrder(tuple(order), peak, given_peak, lower_bound, num_cuts=len(ranges), work=work)
 
 
-def solve_range(problem: Problem, enough: int, work_limit: int) -> tuple[Sequence[int], int, int]:
+def solve_range(graph: StepGraph, enough: int, work_limit: int) -> tuple[Sequence[int], int, int]:
     """Finds the best order of a range; it stops improving at a peak of `enough`.
 
     Returns the order, a lower bound of every order's peak, and the operations that the exact search examined.
     """
-    order = improve_range(problem, enough)
-    peak = problem.count_peak(order)
-    bound, work = min(enough, peak), 0
-    if peak > enough:
-        order, bound = repair(problem, order, enough)
-        peak = problem.count_peak(order)
-    if peak > max(bound, enough):
-        result = search_order(problem, peak, work_limit)
-        bound, work = max(bound, result.lower_bound), result.work
-        if result.order is not None:
-            order = result.order
+    order: Sequence[int] = improve_range(graph, enough)
+    bound, work = graph.count_peak(order), 0
+    if bound > enough:
+        order, bound = repair(graph, order, enough)
+    if (peak := graph.count_peak(order)) > max(bound, enough):
+        result = search_order(graph, peak, work_limit)
+        order, bound, work = result.order or order, max(bound, result.lower_bound), result.work
     return order, bound, work
 
 
-def improve_range(problem: Problem, enough: int) -> list[int]:
+def improve_range(graph: StepGraph, enough: int) -> list[int]:
     """Returns the given order of a range, or one of the list schedules, with its frees moved forward."""
-    order = advance_frees(problem, range(len(problem)))
-    if problem.count_peak(order) <= enough:
+    order = advance_frees(graph, range(len(graph)))
+    if graph.count_peak(order) <= enough:
         return order
-    others = (advance_frees(problem, listed) for listed in (list_by_memory(problem), list_depth_first(problem)))
-    return min((order, *others), key=problem.count_peak)
+    others = (advance_frees(graph, listed) for listed in (list_by_memory(graph), list_depth_first(graph)))
+    return min((order, *others), key=graph.count_peak)
 
 
 _MOST_CUTS = 200
 
 
-def repair(problem: Problem, order: list[int], enough: int) -> tuple[list[int], int]:
+def repair(graph: StepGraph, order: Sequence[int], enough: int) -> tuple[Sequence[int], int]:
     """Leads an order through the states of least memory for the operations at its peak.
 
     Returns the best order and a lower bound of every order's peak.
     """
-    found = dict[int, LeastState]()
+    bounds = [0]
 
-    def find(place: int) -> LeastState:
-        if place not in found:
-            found[place] = find_least_state(problem, place)
-        return found[place]
-
-    def get_bound() -> int:
-        """The greatest among the operations whose least states are known."""
-        transient = problem.transient_bytes
-        return max((least.bytes_before + transient[place] for place, least in found.items()), default=0)
+    @functools.cache
+    def find_states(place: int) -> tuple[int, int]:
+        least = find_least_state(graph, place)
+        bounds.append(least.bytes_before + graph.transient_bytes[place])
+        return least.smallest, least.largest
 
     def lead_through(place: int) -> list[int] | None:
         """The order through a state of least memory before an operation, if that is better."""
-        for state in (find(place).smallest, find(place).largest):
+        for state in find_states(place):
             ahead = [each for each in order if state >> each & 1]
             behind = [each for each in order if not state >> each & 1 and each != place]
-            other = advance_frees(problem, [*ahead, place, *behind])
-            if _weigh(problem, other) < _weigh(problem, order):
+            other = advance_frees(graph, [*ahead, place, *behind])
+            if _weigh(graph, other) < _weigh(graph, order):
                 return other
         return None
 
-    while len(found) < _MOST_CUTS:
-        steps = problem.count_steps(order)
+    while len(bounds) <= _MOST_CUTS:
+        steps = graph.count_bytes(order)
         peak = max(steps)
         places = [place for place, step in zip(order, steps, strict=True) if step == peak]
-        if get_bound() >= peak or (better := next(filter(None, map(lead_through, places[:4])), None)) is None:
+        if max(bounds) >= peak or (better := next(filter(None, map(lead_through, places[:4])), None)) is None:
             break
         order = better
     # The least states of further operations may prove the order optimal.
-    steps = problem.count_steps(order)
+    steps = graph.count_bytes(order)
     for step, place in sorted(zip(steps, order, strict=True), reverse=True):
-        if step <= max(get_bound(), enough) or len(found) >= _MOST_CUTS:
+        if step <= max(*bounds, enough) or len(bounds) > _MOST_CUTS:
             break
-        find(place)
-    return order, min(max(get_bound(), enough), max(steps))
+        find_states(place)
+    return order, min(max(*bounds, enough), max(steps))
 
 
-def _weigh(problem: Problem, order: Sequence[int]) -> tuple[int, int]:
-    steps = problem.count_steps(order)
+def _weigh(graph: StepGraph, order: Sequence[int]) -> tuple[int, int]:
+    steps = graph.count_bytes(order)
     peak = max(steps)
     return peak, steps.count(peak)
 
 
 class State:
-    """Which operations of a problem have run, what is alive, and which can run next."""
+    """Which operations of a graph have run, what is alive, and which can run next."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.alive = problem.start_bytes
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        self.alive = graph.start_bytes
         self.order = list[int]()
-        self._left = [len(users) + (s in problem.kept) for s, users in enumerate(problem.users)]
-        self._waiting = [len(before) for before in problem.predecessors]
+        self._left = [len(users) + (s in graph.kept) for s, users in enumerate(graph.users)]
+        self._waiting = [len(before) for before in graph.predecessors]
         self.ready = {place for place, number in enumerate(self._waiting) if not number}
 
     def find_change(self, place: int) -> int:
         """Returns by how many bytes this operation changes what is alive."""
-        problem, left = self.problem, self._left
-        freed = sum(problem.sizes[s] for s in problem.uses[place] if left[s] == 1)
-        return problem.made_bytes[place] - freed
+        graph, left = self.graph, self._left
+        freed = sum(graph.sizes[s] for s in graph.uses[place] if left[s] == 1)
+        return graph.made_bytes[place] - freed
 
     def run(self, place: int) -> list[int]:
-        """Runs a ready operation. Returns those that it makes ready."""
+        """Runs a ready operation. Returns those that it makes ready, and ready ones that it makes the last user of a
+        storage, so that they free it now."""
+        graph = self.graph
         self.alive += self.find_change(place)
         self.order.append(place)
         self.ready.remove(place)
-        for storage in self.problem.uses[place]:
+        for storage in graph.uses[place]:
             self._left[storage] -= 1
-        enabled = []
-        for other in self.problem.successors[place]:
+        for other in graph.successors[place]:
             self._waiting[other] -= 1
-            if not self._waiting[other]:
-                enabled.append(other)
+        enabled = [other for other in graph.successors[place] if not self._waiting[other]]
         self.ready.update(enabled)
-        return enabled
-
-    def list_last_users(self, place: int) -> list[int]:
-        """Lists ready operations that became the last user of a storage when this one ran, so that they free it now."""
-        problem = self.problem
-        alone = (s for s in problem.uses[place] if self._left[s] == 1)
-        return [other for s in alone for other in problem.users[s] if other in self.ready]
+        alone = (s for s in graph.uses[place] if self._left[s] == 1)
+        return enabled + [other for s in alone for other in graph.users[s] if other in self.ready]
 
 
-def advance_frees(problem: Problem, order: Sequence[int]) -> list[int]:
+def advance_frees(graph: StepGraph, order: Sequence[int]) -> list[int]:
     """Moves each operation forward to where it is ready, fits below the peak and leaves no more alive than before."""
-    limit = problem.count_peak(order)
-    state, waits = State(problem), dict[int, None]()
+    limit = graph.count_peak(order)
+    state, waits = State(graph), dict[int, None]()
     for place in order:
         while place in state.ready:
             room = limit - state.alive
-            fitting = (each for each in waits if each in state.ready and problem.transient_bytes[each] <= room)
+            fitting = (each for each in waits if each in state.ready and graph.transient_bytes[each] <= room)
             free = next(fitting, place)
             waits.pop(free, None)
-            changed = [*state.run(free), *state.list_last_users(free)]
-            waits.update((each, None) for each in changed if state.find_change(each) <= 0)
+            waits.update((each, None) for each in state.run(free) if state.find_change(each) <= 0)
     return state.order
 
 
-def list_by_memory(problem: Problem) -> list[int]:
+def list_by_memory(graph: StepGraph) -> list[int]:
     """Makes LESCEA's list schedule, with which the paper compares.
 
     Of the ready operations that do not exceed the peak so far, it takes the one that leaves least alive, or, if all
     exceed it, the one with the smallest new peak.
     """
-    state, peak, transient = State(problem), problem.start_bytes, problem.transient_bytes
+    state, peak, transient = State(graph), graph.start_bytes, graph.transient_bytes
     changes = {place: state.find_change(place) for place in state.ready}
     while changes:
         room = peak - state.alive
@@ -231,21 +210,21 @@ def list_by_memory(problem: Problem) -> list[int]:
             place = min(changes, key=lambda each: (transient[each], changes[each], each))
         peak = max(peak, state.alive + transient[place])
         del changes[place]
-        for other in [*state.run(place), *state.list_last_users(place)]:
+        for other in state.run(place):
             changes[other] = state.find_change(other)
     return state.order
 
 
-def list_depth_first(problem: Problem) -> list[int]:
+def list_depth_first(graph: StepGraph) -> list[int]:
     """Makes a depth-first schedule: each operation right behind those that it needs, the fewest bytes touched first."""
-    touched = [sum(problem.sizes[storage] for storage in used) for used in problem.uses]
-    by_bytes = sorted(range(len(problem)), key=lambda place: (touched[place], place))
+    touched = [sum(graph.sizes[storage] for storage in used) for used in graph.uses]
+    by_bytes = sorted(range(len(graph)), key=lambda place: (touched[place], place))
     ranks = {place: rank for rank, place in enumerate(by_bytes)}
     order = dict[int, None]()
     for last in by_bytes:
         waiting = [last]
         while waiting:
-            missing = [each for each in problem.predecessors[waiting[-1]] if each not in order]
+            missing = [each for each in graph.predecessors[waiting[-1]] if each not in order]
             if missing:
                 waiting += sorted(missing, key=ranks.__getitem__, reverse=True)
             else:
@@ -260,14 +239,13 @@ def flatten_order(graph: StepGraph, order: Sequence[int], depth: int, work_limit
     own, each of which gets the lowest peak of step 2. The same is repeated for the highest of the remaining problems,
     until all are `depth` bytes below the first peak, or more than `work_limit` operations were reordered.
     """
-    problem = renumber(make_problem(graph), order)
-    steps = problem.count_steps(range(len(problem)))
-    enough = max(steps, default=0) - depth
-    found, work = list(order), 0
-    waiting = [(-max(steps, default=0), 0, problem)]
+    graph = renumber(graph, order)
+    peak = graph.count_peak(range(len(graph)))
+    enough, work = peak - depth, 0
+    found, waiting = list(order), [(-peak, 0, graph)]
     while waiting and work <= work_limit:
         _, start, part = heapq.heappop(waiting)
-        steps = part.count_steps(range(len(part)))
+        steps = part.count_bytes(range(len(part)))
         place = steps.index(max(steps))
         for inside in (range(place), range(place + 1, len(part))):
             if len(inside) < 2 or max(steps[inside.start : inside.stop]) <= enough:

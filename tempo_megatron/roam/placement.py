@@ -13,21 +13,19 @@ room for gaps, so it tries orders of the same peak in which fewer steps come clo
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tempo_megatron.roam.graph import StepGraph, find_lifetimes
+from tempo_megatron.roam.graph import StepGraph
 from tempo_megatron.roam.order import flatten_order
 
 
-@dataclasses.dataclass(frozen=True)
-class Rectangle:
+class Rectangle(NamedTuple):
     """A storage of `size` bytes that is alive from step `first` through step `last`."""
 
     size: int
@@ -54,10 +52,13 @@ def list_rectangles(graph: StepGraph, order: Sequence[int]) -> tuple[list[int | 
 
     Storages that exist both before and after the step are not part of an arena.
     """
-    made = {storage for operation in graph.operations for storage in operation.makes}
-    lives = {s: life for s, life in find_lifetimes(graph, order).items() if s in made or s not in graph.kept}
-    storages: list[int | None] = [*lives]
-    found = [Rectangle(graph.sizes[storage], *life) for storage, life in lives.items()]
+    first, last = dict[int, int](), dict[int, int]()
+    for step, place in enumerate(order):
+        for storage in graph.uses[place]:
+            first.setdefault(storage, step if storage in graph.makers else 0)
+            last[storage] = len(order) - 1 if storage in graph.kept else step
+    storages: list[int | None] = [*sorted(first)]
+    found = [Rectangle(graph.sizes[storage], first[storage], last[storage]) for storage in sorted(first)]
     for step, place in enumerate(order):
         if scratch := graph.operations[place].scratch_bytes:
             storages.append(None)
@@ -76,72 +77,36 @@ def find_placement(
         num_fills: how many orders `Filler` tries for each height.
         part: by 1 / `part` the height grows where it fails.
     """
-    sizes = [-(-each.size // alignment) * alignment for each in rectangles]
-    rounded = [dataclasses.replace(each, size=size) for each, size in zip(rectangles, sizes, strict=True)]
-    offsets, height, lower_bound = [0] * len(rounded), 0, 0
-    parts = [(find_most_alive([rounded[i] for i in inside]), inside) for inside in _split(rounded)]
+    size, first, last = np.array(rectangles, np.int64).reshape(-1, 3).T
+    size = -(-size // alignment) * alignment
+    by_first = np.argsort(first, kind="stable")
+    starts = 1 + np.flatnonzero(first[by_first][1:] > np.maximum.accumulate(last[by_first])[:-1])
+    parts = [inside[size[inside] > 0] for inside in np.split(by_first, starts)]
+    fillers = [(inside, Filler(size[inside], first[inside], last[inside])) for inside in parts]
+    offsets, height, lower_bound = np.zeros_like(size), 0, 0
     # The highest part first: the others have nothing to gain below its height.
-    for bound, inside in sorted(parts, key=lambda each: -each[0]):
-        goal = height = max(height, bound)
-        lower_bound = max(lower_bound, bound)
-        while (found := _fill_part([rounded[i] for i in inside], goal, num_fills)) is None:
+    for inside, filler in sorted(fillers, key=lambda each: -each[1].most_alive):
+        lower_bound = max(lower_bound, filler.most_alive)
+        goal = height = max(height, lower_bound)
+        while (found := filler.fill(goal, num_fills)) is None:
             goal += max(1, goal // part)
-        for index, offset in zip(inside, found, strict=True):
-            offsets[index] = offset
-            height = max(height, offset + sizes[index])
-    check_placement(rounded, offsets)
-    return Placement(tuple(offsets), height, lower_bound)
+        offsets[inside] = found
+        height = int((found + size[inside]).max(initial=height))
+    check_placement(np.stack((size, first, last), 1), offsets)
+    return Placement(tuple(offsets.tolist()), height, lower_bound)
 
 
-def find_most_alive(rectangles: Iterable[Rectangle]) -> int:
-    """Returns the most bytes that are alive at once: no placement is lower."""
-    changes = collections.Counter[int]()
-    for each in rectangles:
-        changes[each.first] += each.size
-        changes[each.last + 1] -= each.size
-    return max(itertools.accumulate(changes[step] for step in sorted(changes)), default=0)
-
-
-def check_placement(rectangles: Sequence[Rectangle], offsets: Sequence[int]) -> None:
+def check_placement(rectangles: Any, offsets: Any) -> None:
     """Asserts that no two rectangles that are alive at once share a byte."""
-    size, first, last = _list_columns(rectangles)
+    size, first, last = np.array(rectangles, np.int64).reshape(-1, 3).T
     low = np.array(offsets, np.int64)
     high = low + size
     assert (low >= 0).all(), "a rectangle lies below the arena"
-    for i in range(len(rectangles)):
+    for i in range(len(low)):
         others = slice(i + 1, None)
         meets = (first[others] <= last[i]) & (first[i] <= last[others])
         shares = (low[others] < high[i]) & (low[i] < high[others]) & (size[others] > 0) & bool(size[i])
         assert not (meets & shares).any(), f"rectangle {i} overlaps another"
-
-
-def _list_columns(rectangles: Sequence[Rectangle]) -> tuple[Any, Any, Any]:
-    """Their sizes, first and last steps."""
-    size, first, last = np.array([dataclasses.astuple(each) for each in rectangles], np.int64).reshape(-1, 3).T
-    return size, first, last
-
-
-def _split(rectangles: Sequence[Rectangle]) -> list[list[int]]:
-    parts, end = list[list[int]](), -1
-    for index in sorted(range(len(rectangles)), key=lambda i: rectangles[i].first):
-        if not parts or rectangles[index].first > end:
-            parts.append([])
-        parts[-1].append(index)
-        end = max(end, rectangles[index].last)
-    return parts
-
-
-def _fill_part(rectangles: Sequence[Rectangle], height: int, num_fills: int) -> list[int] | None:
-    """Returns offsets in an arena of this height if `Filler` finds them in one of num_fills orders, else None."""
-    chosen = [i for i, each in enumerate(rectangles) if each.size]
-    columns = _list_columns([rectangles[i] for i in chosen])
-    filler = Filler(*columns, height)
-    for ranks in itertools.islice(_list_ranks(*columns), num_fills):
-        found = filler.place(ranks)
-        if (found >= 0).all():
-            offsets = dict(zip(chosen, found.tolist(), strict=True))
-            return [offsets.get(i, 0) for i in range(len(rectangles))]
-    return None
 
 
 _PLACED = 1 << 62
@@ -173,26 +138,35 @@ class Filler:
 
     Args:
         sizes, firsts, lasts: for each rectangle its bytes, not 0, and the first and last step of its life; integers.
-        height: the height of the arena.
     """
 
-    def __init__(self, sizes: Any, firsts: Any, lasts: Any, height: int) -> None:
+    def __init__(self, sizes: Any, firsts: Any, lasts: Any) -> None:
+        self._columns = sizes, firsts, lasts
         # Only steps at which a rectangle begins count: until the next one, none is alive that was not before.
-        begins = np.unique(np.asarray(firsts, np.int64))
-        self._sizes = np.asarray(sizes, np.int64)
+        begins = np.unique(firsts)
         self._firsts = np.searchsorted(begins, firsts, "right") - 1
         self._ends = np.searchsorted(begins, lasts, "right")
-        self._room = np.full(len(begins), height, np.int64)
-        for size, first, end in zip(self._sizes, self._firsts, self._ends, strict=True):
-            self._room[first:end] -= size
+        self._alive = np.zeros(len(begins), np.int64)
+        for size, first, end in zip(sizes, self._firsts, self._ends, strict=True):
+            self._alive[first:end] += size
+        self.most_alive = int(self._alive.max(initial=0))
+        """The most bytes that are alive at once: no placement is lower."""
 
-    def place(self, ranks: Any) -> Any:
+    def fill(self, height: int, num_fills: int) -> Any:
+        """Returns offsets in an arena of this height if one of num_fills orders finds them, else None."""
+        for ranks in itertools.islice(_list_ranks(*self._columns), num_fills):
+            offsets = self.place(height, ranks)
+            if (offsets >= 0).all():
+                return offsets
+        return None
+
+    def place(self, height: int, ranks: Any) -> Any:
         """Returns the offset of each rectangle, and -1 for those that were left when none fitted.
 
         Of rectangles that can lie equally low, the one of the lowest rank goes first.
         """
-        sizes, firsts, ends = self._sizes, self._firsts, self._ends
-        room, tops = self._room.copy(), np.zeros_like(self._room)
+        sizes, firsts, ends = self._columns[0], self._firsts, self._ends
+        room, tops = height - self._alive, np.zeros_like(self._alive)
         lowest, offsets = np.zeros(len(sizes), np.int64), np.full(len(sizes), -1, np.int64)
         if (room < 0).any():
             return offsets
@@ -210,19 +184,14 @@ class Filler:
 
     def _choose(self, lowest: Any, ranks: Any, room: Any, tops: Any) -> int | None:
         """Chooses the first rectangle by offset and rank below which no step loses more than it can afford."""
-
-        def fits(place: Any) -> bool:
-            steps = slice(self._firsts[place], self._ends[place])
-            return bool((lowest[place] - tops[steps] <= room[steps]).all())
-
-        lying_lowest = np.flatnonzero(lowest == lowest.min())
-        for place in lying_lowest[np.argsort(ranks[lying_lowest], kind="stable")]:
-            if fits(place):
-                return int(place)
-        others = np.flatnonzero((lowest > lowest.min()) & (lowest < _PLACED))
-        for place in others[np.lexsort((ranks[others], lowest[others]))]:
-            if fits(place):
-                return int(place)
+        least = lowest.min()
+        # The second pass, which sorts all others, is seldom needed.
+        for low, high in ((least, least), (least + 1, _PLACED - 1)):
+            places = np.flatnonzero((low <= lowest) & (lowest <= high))
+            for place in places[np.lexsort((ranks[places], lowest[places]))]:
+                steps = slice(self._firsts[place], self._ends[place])
+                if (lowest[place] - tops[steps] <= room[steps]).all():
+                    return int(place)
         return None
 
 
@@ -235,12 +204,8 @@ _FLAT_WORK = 100_000
 def find_arena(graph: StepGraph, order: Sequence[int], *, alignment: int = 1) -> tuple[tuple[int, ...], Placement]:
     """Finds the lowest arena for this order, or for an order whose peak is no higher.
 
-    If the placement of the given order does not get down to its bound, flatter orders are filled in.
-
-    Args:
-        graph: the step.
-        order: an order of its operations.
-        alignment: of every offset; sizes are rounded up to it.
+    If the placement of the given order does not get down to its bound, flatter orders are filled in. Every offset is
+    a multiple of `alignment`, to which sizes are rounded up.
 
     Returns the order, and a placement of the rectangles that `list_rectangles` lists for it.
     """

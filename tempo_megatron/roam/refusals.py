@@ -10,7 +10,7 @@ import contextlib
 import re
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,16 @@ _SENTENCES: dict[type[Exception] | str, str] = {
     "no fake impl": _NO_FAKE,
     "from the 'Meta' backend": _NO_FAKE,
 }
-_SIMPLE = (bool, int, float, str, Tensor, type(None))
+
+
+class TensorOf(NamedTuple):
+    """What is captured of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_SIMPLE = (bool, int, float, str, Tensor, TensorOf, type(None))
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -93,10 +102,8 @@ def explain_refusals(model: torch.nn.Module) -> Iterator[None]:
 
 def _find_called(error: BaseException) -> str:
     """Names the operation that the error has, or its text, or says "what runs"."""
-    if (func := getattr(error, "func", None)) is not None:
-        return str(func)
     found = re.search(r"\baten\.\w+|\b\w+::\w+", str(error))
-    return found.group() if found else "what runs"
+    return str(getattr(error, "func", None) or (found.group() if found else "what runs"))
 
 
 def _say_where(model: torch.nn.Module, error: BaseException) -> str:
@@ -111,39 +118,36 @@ def _say_where(model: torch.nn.Module, error: BaseException) -> str:
 
 
 class BatchStructure:
-    """The structure of a micro batch: the places of its tensors, and all other values. It holds no tensor."""
+    """The structure of a micro batch: shapes and dtypes of its tensors, and all other values. It holds no tensor."""
 
     def __init__(self, batch: Sequence[Any]) -> None:
         leaves, self._tree = tree_flatten(tuple(batch))
-        self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self._values = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._leaves = list(map(_describe, leaves))
 
     def list_tensors(self, batch: Sequence[Any]) -> list[Tensor]:
         """Lists the tensors of another micro batch in the same order, whatever the order of its keys.
 
-        Raises ValueError if its structure, numbers or texts differ.
+        Raises ValueError if its structure, shapes, numbers or texts differ.
         """
         try:
             leaves = self._tree.flatten_up_to(tuple(batch))
         except ValueError as error:
             raise ValueError(f"the micro batch has not the structure that was captured: {error}") from error
-        tensors = [leaves[place] for place in self._places]
-        given = [None if place in self._places else leaf for place, leaf in enumerate(leaves)]
-        for value in (t for t in tensors if not isinstance(t, Tensor)):
-            raise ValueError(f"the micro batch has {value!r} where the step was captured with a tensor; expected one")
-        for value, captured in zip(given, self._values, strict=True):
-            if differ(captured, value):
-                found = "a tensor" if isinstance(value, Tensor) else repr(value)
+        for given, captured in zip(map(_describe, leaves), self._leaves, strict=True):
+            if differ(captured, given) or (isinstance(captured, TensorOf) and captured != given):
                 raise ValueError(
-                    f"the micro batch has {found} where the step was captured with {captured!r}, which is compiled "
+                    f"the micro batch has {given!r} where the step was captured with {captured!r}, which is compiled "
                     "in; expected the same, or another step for it"
                 )
-        return tensors
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def fill(self, tensors: Sequence[Tensor]) -> Sequence[Any]:
         """Returns the micro batch with these tensors in it."""
-        leaves = list(self._values)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
+        left = iter(tensors)
+        leaves = [next(left) if isinstance(leaf, TensorOf) else leaf for leaf in self._leaves]
         batch: Sequence[Any] = tree_unflatten(leaves, self._tree)
         return batch
+
+
+def _describe(leaf: Any) -> Any:
+    return TensorOf(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf

@@ -6,20 +6,16 @@ can be alive when an operation runs, and the state in which this is so.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
-from functools import reduce
-from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx
 from networkx.algorithms.flow import dinitz
 
-from tempo_megatron.roam.graph import Problem
+from tempo_megatron.roam.graph import StepGraph
 
 
-@dataclasses.dataclass(frozen=True)
-class SearchResult:
+class Search(NamedTuple):
     """The result of a search that ended or spent its work."""
 
     order: list[int] | None
@@ -29,18 +25,18 @@ class SearchResult:
     work: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Front:
-    """A state, its bytes alive, the operations ready to run, the peak so far, and the path since the last branch."""
+class _Front(NamedTuple):
+    """A state, its bytes alive, the operations ready to run, the peak so far, and the path: the last operation that
+    ran and the path before it."""
 
     state: int
     alive: int
     ready: tuple[int, ...]
     peak: int
-    path: list[int] = dataclasses.field(default_factory=list)
+    path: Any = None
 
 
-def search_order(problem: Problem, limit: int, work_limit: int) -> SearchResult:
+def search_order(graph: StepGraph, limit: int, work_limit: int) -> Search:
     """Searches an order whose peak is below a limit, until one is found, no state is left, or `work_limit` operations
     have been examined.
 
@@ -49,81 +45,71 @@ def search_order(problem: Problem, limit: int, work_limit: int) -> SearchResult:
     that fits below the peak so far, and leaves no more alive than before, runs at once without a branch, because no
     order is better without it (the lemma in order.py).
     """
-    masks = [reduce(or_, (1 << each for each in users), 0) for users in problem.users]
+    masks = [sum(1 << each for each in users) for users in graph.users]
     # For each operation (others, size): it frees `size` bytes if all operations of the mask `others` have run.
     frees = [
-        [(masks[s] & ~(1 << place), problem.sizes[s]) for s in used if s not in problem.kept and problem.sizes[s]]
-        for place, used in enumerate(problem.uses)
+        [(masks[s] & ~(1 << place), graph.sizes[s]) for s in used if s not in graph.kept and graph.sizes[s]]
+        for place, used in enumerate(graph.uses)
     ]
-    predecessors = [reduce(or_, (1 << each for each in before), 0) for before in problem.predecessors]
 
     def run(front: _Front, place: int) -> _Front:
         state = front.state | 1 << place
         freed = sum(size for others, size in frees[place] if not others & ~front.state)
-        enabled = (each for each in problem.successors[place] if not predecessors[each] & ~state)
+        enabled = (each for each in graph.successors[place] if not graph.ancestors[each] & ~state)
         return _Front(
             state,
-            front.alive + problem.made_bytes[place] - freed,
+            front.alive + graph.made_bytes[place] - freed,
             (*(each for each in front.ready if each != place), *enabled),
-            max(front.peak, front.alive + problem.transient_bytes[place]),
-            [*front.path, place],
+            max(front.peak, front.alive + graph.transient_bytes[place]),
+            (place, front.path),
         )
 
     def run_free(front: _Front) -> _Front:
         """Runs all operations that fit below the peak so far and leave no more alive than before."""
-        is_changed = True
-        while is_changed:
-            is_changed = False
-            for place in front.ready:
-                if front.alive + problem.transient_bytes[place] > front.peak:
-                    continue
-                following = run(front, place)
-                if following.alive <= front.alive:
-                    front, is_changed = following, True
+        before = None
+        while before is not front:
+            before = front
+            for place in before.ready:
+                if front.alive + graph.transient_bytes[place] <= front.peak:
+                    following = run(front, place)
+                    front = following if following.alive <= front.alive else front
         return front
 
-    roots = tuple(place for place, before in enumerate(problem.predecessors) if not before)
-    first = run_free(_Front(0, problem.start_bytes, roots, problem.start_bytes))
-    trail: dict[int, tuple[int, list[int]]] = {first.state: (-1, first.path)}
+    roots = tuple(place for place, before in enumerate(graph.predecessors) if not before)
+    first = run_free(_Front(0, graph.start_bytes, roots, graph.start_bytes))
     lowest = {first.state: first.peak}
-    work, heap = len(first.path), [(first.peak, -first.state.bit_count(), first.state, first)]
+    work, heap = first.state.bit_count(), [(first.peak, -first.state.bit_count(), first)]
     while heap:
-        level, _, state, front = heapq.heappop(heap)
-        if level > lowest[state]:
+        level, _, front = heapq.heappop(heap)
+        if level > lowest[front.state]:
             continue
         if level >= limit:
             break
         if not front.ready:
-            return SearchResult(_read_trail(trail, state), level, work)
+            order, path = list[int](), front.path
+            while path:
+                place, path = path
+                order.append(place)
+            return Search(order[::-1], level, work)
         if work > work_limit:
-            return SearchResult(None, level, work)
+            return Search(None, level, work)
         for place in front.ready:
             work += 1
-            if front.alive + problem.transient_bytes[place] >= limit:
+            if front.alive + graph.transient_bytes[place] >= limit:
                 continue
-            following = run_free(run(dataclasses.replace(front, path=[]), place))
-            work += len(following.path)
+            following = run_free(run(front, place))
+            num_run = following.state.bit_count()
+            work += num_run - front.state.bit_count()
             if following.peak < lowest.get(following.state, limit):
                 lowest[following.state] = following.peak
-                trail[following.state] = state, following.path
-                key = following.peak, -following.state.bit_count(), following.state
-                heapq.heappush(heap, (*key, following))
-    return SearchResult(None, limit, work)
-
-
-def _read_trail(trail: dict[int, tuple[int, list[int]]], state: int) -> list[int]:
-    parts = list[list[int]]()
-    while state >= 0:
-        state, path = trail[state]
-        parts.append(path)
-    return [place for part in reversed(parts) for place in part]
+                heapq.heappush(heap, (following.peak, -num_run, following))
+    return Search(None, limit, work)
 
 
 _SOURCE, _SINK = "source", "sink"
 
 
-@dataclasses.dataclass(frozen=True)
-class LeastState:
+class LeastState(NamedTuple):
     """The states of least memory right before an operation: the smallest and the largest of them."""
 
     bytes_before: int
@@ -131,7 +117,7 @@ class LeastState:
     largest: int
 
 
-def find_least_state(problem: Problem, place: int) -> LeastState:
+def find_least_state(graph: StepGraph, place: int) -> LeastState:
     """Finds the states of least memory right before operation `place`, by a minimum cut.
 
     Every order passes through a state that contains all ancestors of the operation, but neither itself nor any of its
@@ -140,18 +126,18 @@ def find_least_state(problem: Problem, place: int) -> LeastState:
     run; edges of infinite capacity keep an operation from running before its predecessors. The minimum cut is a lower
     bound of the memory in which the operation can run, and so of every order's peak.
     """
-    before, behind = problem.ancestors[place], problem.descendants[place] | 1 << place
-    free = [each for each in range(len(problem)) if not (before | behind) >> each & 1]
-    nodes, constant, network = frozenset(free), problem.base_bytes, networkx.DiGraph()
+    before, behind = graph.ancestors[place], graph.descendants[place] | 1 << place
+    free = [each for each in range(len(graph)) if not (before | behind) >> each & 1]
+    nodes, constant, network = frozenset(free), graph.standing_bytes, networkx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))
     # Edges without a capacity have an infinite one.
-    network.add_edges_from((each, other) for each in free for other in problem.predecessors[each] if other in nodes)
-    for storage, users in enumerate(problem.users):
-        maker, size = problem.makers.get(storage), problem.sizes[storage]
+    network.add_edges_from((each, other) for each in free for other in graph.predecessors[each] if other in nodes)
+    for storage, users in enumerate(graph.users):
+        maker, size = graph.makers.get(storage), graph.sizes[storage]
         if not users or not size or (maker is not None and behind >> maker & 1):
             continue
         origin = maker if maker in nodes else _SOURCE
-        if storage in problem.kept or any(behind >> user & 1 for user in users):
+        if storage in graph.kept or any(behind >> user & 1 for user in users):
             readers: list[Any] = [_SINK]
         else:
             readers = [user for user in users if user in nodes and user != maker]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from torch._inductor import memory
 from torch._inductor.virtualized import V
 
 from tempo_megatron.roam import inductor
-from tempo_megatron.roam.graph import Operation, StepGraph, count_bytes
+from tempo_megatron.roam.graph import Operation, StepGraph
 from tempo_megatron.roam.order import find_order
 
 ROWS, UNIT = 256, 64
@@ -51,23 +49,19 @@ class Trap(nn.Module):
         return a, c @ w["d"], b @ w["e"], wide @ w["f"]
 
 
-def run_without_gradients(backend: str) -> tuple[tuple[Tensor, ...], int]:
-    model, x = torch.compile(Trap(), backend=backend), torch.randn(ROWS, 4 * UNIT)
-    with torch.no_grad():
-        model(x)
-        return measure_allocated(lambda: model(x))
-
-
 @pytest.mark.slow
 def test_an_order_that_list_schedules_miss_is_run_and_saves_what_it_says() -> None:
-    torch.manual_seed(2)
-    expected, before = run_without_gradients("inductor")
-    torch._dynamo.reset()
-    torch.manual_seed(2)
-    found, after = run_without_gradients(inductor.NAME)
-    assert all(map(torch.equal, found, expected))
-    column = ROWS * UNIT * 4
-    assert (before, after) == (32 * column, 17 * column)
+    found, peaks = [], []
+    for backend in ("inductor", inductor.NAME):
+        torch._dynamo.reset()
+        model, x = torch.compile(Trap(), backend=backend), torch.randn(ROWS, 4 * UNIT)
+        with torch.no_grad():
+            model(x)
+            results, peak = measure_allocated(lambda model=model, x=x: model(x))
+        found.append(results)
+        peaks.append(peak)
+    assert all(map(torch.equal, *found))
+    assert peaks == [32 * ROWS * UNIT * 4, 17 * ROWS * UNIT * 4]
 
 
 class Small(nn.Module):
@@ -86,16 +80,7 @@ class Small(nn.Module):
         return (values * (places + 1)).square().mean()
 
 
-@pytest.fixture
-def compiles_anew() -> Iterator[None]:
-    """What was compiled before would be ordered no more. pytest's monkeypatch would delete the settings in the end."""
-    inductors, functorchs = torch._inductor.config, torch._functorch.config
-    with inductors.patch(fx_graph_cache=False), functorchs.patch(enable_autograd_cache=False):
-        yield
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiles_anew")
 def test_training_has_the_bits_of_inductor_and_no_higher_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our count of the order that Inductor gives is also Inductor's own, for the forward and the backward graph."""
     counted = list[tuple[int, int]]()
@@ -106,35 +91,34 @@ def test_training_has_the_bits_of_inductor_and_no_higher_peak(monkeypatch: pytes
         made = {buffer.get_name() for node in nodes for buffer in node.get_outputs()}
         inputs = {buffer.get_name(): buffer for node in nodes for buffer in node.mpi_node.pred_buffers}
         freed = {name: buffer for name, buffer in inputs.items() if name not in made}
-        ours = max(count_bytes(inductor.read_nodes(nodes, names), range(len(nodes))))
+        ours = max(inductor.read_nodes(nodes, names).count_bytes(range(len(nodes))))
         counted.append((ours, memory.estimate_peak_memory(nodes, freed, names)[0]))
         return order_nodes(nodes)
 
     monkeypatch.setattr(inductor, "order_nodes", compare)
-    models, peaks = {}, {}
+    results, peaks = list[list[Any]](), list[int]()
+    # What was compiled before would be ordered no more. pytest's monkeypatch would delete the settings in the end.
+    inductors, functorchs = torch._inductor.config, torch._functorch.config
     for backend in ("inductor", inductor.NAME):
         torch._dynamo.reset()
-        models[backend] = copy.deepcopy(Small())
-        compiled = torch.compile(models[backend], backend=backend)
+        model = Small()
+        compiled = torch.compile(model, backend=backend)
 
-        def step(number: int, compiled: Any = compiled, model: nn.Module = models[backend]) -> Tensor:
+        def step(number: int, compiled: Any = compiled, model: nn.Module = model) -> Tensor:
             torch.manual_seed(number)
             model.zero_grad()
             loss: Tensor = compiled(torch.randn(128, 64))
             loss.backward()
             return loss.detach()
 
-        losses = [step(0), step(1)]
-        last, peaks[backend] = measure_allocated(lambda step=step: step(2))
-        models[backend].losses = torch.stack([*losses, last])
-    stock, ours = models["inductor"], models[inductor.NAME]
-    assert torch.equal(ours.losses, stock.losses)
-    for (name, expected), found in zip(stock.named_parameters(), ours.parameters(), strict=True):
-        assert torch.equal(found.grad, expected.grad), name
-    for (name, expected), found in zip(stock.named_buffers(), ours.buffers(), strict=True):
-        assert torch.equal(found, expected), name
+        with inductors.patch(fx_graph_cache=False), functorchs.patch(enable_autograd_cache=False):
+            losses = [step(0), step(1)]
+            last, peak = measure_allocated(lambda step=step: step(2))
+        peaks.append(peak)
+        results.append([*losses, last, *(p.grad for p in model.parameters()), *model.buffers()])
+    assert all(map(torch.equal, *results))
     assert len(counted) == 2 and all(ours == theirs for ours, theirs in counted)
-    assert peaks[inductor.NAME] <= peaks["inductor"]
+    assert peaks[1] <= peaks[0]
 
 
 def test_a_hook_that_is_taken_and_an_option_that_is_none_are_refused() -> None:

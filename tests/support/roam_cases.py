@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tempo_megatron.roam.graph import Operation, StepGraph, count_bytes
+from tempo_megatron.roam.graph import Operation, StepGraph
 
 
 @st.composite
@@ -37,7 +37,7 @@ def graphs(draw: Any, max_operations: int = 7) -> StepGraph:
 
 def list_orders(graph: StepGraph) -> Iterator[list[int]]:
     """Every order that is allowed."""
-    predecessors = graph.find_predecessors()
+    predecessors = graph.predecessors
 
     def extend(order: list[int]) -> Iterator[list[int]]:
         if len(order) == len(predecessors):
@@ -51,7 +51,7 @@ def list_orders(graph: StepGraph) -> Iterator[list[int]]:
 
 def find_least_peak(graph: StepGraph) -> int:
     """By trying every order."""
-    return min(max(count_bytes(graph, order)) for order in list_orders(graph))
+    return min(max(graph.count_bytes(order)) for order in list_orders(graph))
 
 
 def make_training_graph(num_layers: int, seed: int) -> StepGraph:

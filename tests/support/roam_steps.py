@@ -34,7 +34,7 @@ class Trained(NamedTuple):
 
     @property
     def planned_bytes(self) -> int:
-        return self.plan.peak_bytes - self.captured.standing_bytes
+        return self.plan.peak_bytes - self.captured.graph.standing_bytes
 
 
 def train_both(
@@ -47,7 +47,10 @@ def train_both(
     context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Trained:
     """Train three steps in eager mode and in the planned order: the same losses and parameters, bit for bit."""
-    model, eager = build(), build()
+    torch.manual_seed(1)
+    model = build()
+    torch.manual_seed(1)
+    eager = build()
     optimizer, eager_optimizer = make_optimizer(model.parameters()), make_optimizer(eager.parameters())
     with context():
         captured = capture_step(model, compute_loss, draw(0), optimizer)
@@ -108,6 +111,10 @@ def build_resnet() -> nn.Module:
 
 def compute_image_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(images), labels)
+
+
+def draw_rows(step: int, *shape: int) -> tuple[Tensor]:
+    return (torch.randn(shape or (4, 8), generator=torch.Generator().manual_seed(step)),)
 
 
 def draw_images(step: int) -> tuple[Tensor, Tensor]:

@@ -101,13 +101,16 @@ class PngReport:
         dots: Mapping[str, tuple[float, float]] | None = None,
         line: tuple[str, float] | None = None,
     ) -> None:
+        """Steps: name -> x and y; named dots, and a named line: across, or upright where there are dots."""
+
         def draw(axes: Any) -> None:
             for name, (x, y) in curves.items():
                 axes.step(x, y, where="post", color=self._choose_colour(name), label=name)
             for name, place in (dots or {}).items():
                 axes.plot(*place, "o", color=self._choose_colour(name), label=name)
             if line is not None:
-                axes.axvline(line[1], color=INK, linewidth=0.8, linestyle="--", label=line[0])
+                draw_line = axes.axvline if dots else axes.axhline
+                draw_line(line[1], color=INK, linewidth=0.8, linestyle="--", label=line[0])
             axes.set(xlabel=titles[0], ylabel=titles[1])
 
         self._panels.append((heading, 4.5, draw))
