@@ -51,6 +51,14 @@ def list_refusals(run: Any, names: Mapping[str, str] = MEGATRONS) -> Iterator[st
         )
     if model.num_experts is not None:
         yield from _list_refused_experts(run, names)
+    # Megatron's own attention keeps copies where it repeats keys and values (slots/layer_spec.py: keeps_copies).
+    keeps_copies = is_engine or model.num_query_groups not in (None, model.num_attention_heads)
+    repeats_qkv = run.tempo.linear_qkv == "recompute" and "core_attn" not in run.recompute
+    if repeats_qkv and run.tempo.attention == "off" and keeps_copies:
+        yield (
+            'tempo.linear_qkv is "recompute" and tempo.attention "off", whose attention may keep copies of q, k and v, '
+            'so that nothing is saved; set tempo.attention to "flash", or tempo.linear_qkv to "off"'
+        )
     if run.overlaps_tensor_parallel and not (run.layout.sp and is_engine):
         yield (
             f"--tp-comm-overlap needs {tp} of at least 2, --sequence-parallel and {names['stock']} transformer_engine; "
