@@ -271,6 +271,11 @@ def _tell_head(run: Callable[..., Any], entry: _Entry) -> Callable[..., Any]:
         finally:
             head.labels, head.loss_mask, head.further = None, None, []
 
+    if not entry.has_loss_mask:
+        signature = inspect.signature(run)
+        mask = inspect.Parameter("loss_mask", inspect.Parameter.KEYWORD_ONLY, default=None)
+        found: Any = run_and_tell
+        found.__signature__ = signature.replace(parameters=[*signature.parameters.values(), mask])
     return run_and_tell
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import tempfile
 from pathlib import Path
@@ -45,8 +46,11 @@ CHANGES: dict[str, Any] = {
     "the sample": ("grid.run_model.dropout_rng.set_micro_batch", lambda seed, first: _set(seed, first + 1)),
     # Every rank takes its rows for the first ones.
     "the rows": (
-        "tempo_megatron.slots.dropout_rng.compute_document_segments",
-        lambda boundaries, rank, size: [dropout_rng.Segment(0, 0, boundaries[-1] // size)],
+        "tempo_megatron.slots.context_parallel.compute_document_segments",
+        lambda boundaries, rank, size: [
+            dropout_rng.Segment(document, 0, (end - start) // size)
+            for document, (start, end) in enumerate(itertools.pairwise(boundaries))
+        ],
     ),
     "a gradient that is none": ("grid.judge.run_model", _run_wrongly(float("nan"))),
 }

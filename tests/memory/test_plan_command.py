@@ -175,7 +175,7 @@ def test_experts_that_are_not_divided_are_named(capsys: pytest.CaptureFixture[st
     _, whole = plan(words, capsys)
     _, divided = plan([*words, "--ep=8"], capsys)
     assert "the 128 experts are not divided: each of 8 ranks has all of them; --ep divides them" in whole
-    assert "not divided" not in divided and ", DP 8, EP 8, " in divided
+    assert "not divided" not in divided and ", EP 8, PP 1, DP 8: " in divided
     assert "2.40 GiB (3 %) stay free" in divided
 
 
