@@ -21,6 +21,7 @@ from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.attention import recomputes_latent_projections
 from tempo_megatron.slots.experts import find_permute_refusal
 from tempo_megatron.slots.linear import is_quantised
+from tempo_megatron.slots.megatron_versions import is_since
 from tempo_megatron.slots.mlp import find_activation_refusal
 
 # Recipes of fp8 whose linears can quantise an input that they keep as it is once more in backward.
@@ -150,6 +151,8 @@ def _list_refusals(operation: str, value: str, config: TransformerConfig) -> Ite
                 yield f"context_parallel_size is {size} and the form is softmax, {_UNSUPPORTED}"
             if getattr(config, "hybrid_context_parallel", False):
                 yield f"hybrid_context_parallel is on, {_UNSUPPORTED}"
+            if config.window_size is not None and not is_since("0.15"):
+                yield f"window_size is {config.window_size}, {_UNSUPPORTED} before megatron-core 0.15"
             if value == "recompute" and recomputes_latent_projections(config):
                 yield (
                     "recompute_modules holds mla_up_proj, after which queries, keys and values are there too late to "

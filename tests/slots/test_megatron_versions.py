@@ -6,9 +6,11 @@ from pathlib import Path
 
 import megatron_versions
 import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
 from tempo_megatron.slots import megatron_versions as table
+from tempo_megatron.slots.choose import find_refusal
 
 FOLDER = os.environ.get("MEGATRON_CORE_VERSIONS", "")
 FOUND = megatron_versions.find_versions(Path(FOLDER)) if FOLDER else []
@@ -92,3 +94,13 @@ def test_a_version_that_was_compared_with_stock_is_taken_without_a_word_and_anot
         table.check_megatron()
     expected = f"megatron-core is {version}; Tempo has been compared with 0.14.0 to 0.20"
     assert [expected in str(each.message) for each in told] == ([] if is_known else [True])
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("0.14.0", True), ("0.15.0rc1", False)])
+def test_attention_with_a_window_is_refused_where_megatrons_own_has_none(
+    version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "VERSION", Version(version))
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, window_size=(3, 2))
+    refusal = find_refusal("attention", "flash", config)
+    assert (refusal is not None and "window_size is (3, 2)" in refusal.reason) is is_refused

@@ -47,6 +47,7 @@ from torch.nn import functional as F  # noqa: E402
 from tempo_megatron import TempoConfig, tempoize_embedding  # noqa: E402
 from tempo_megatron.memory.tape.scopes import record_saved  # noqa: E402
 from tempo_megatron.slots.layer_spec import tempoize  # noqa: E402
+from tempo_megatron.slots.megatron_versions import is_since  # noqa: E402
 from tempo_megatron.slots.report import report_on  # noqa: E402
 
 OFF = TempoConfig.off()
@@ -91,8 +92,10 @@ def has_fused_mlp() -> bool:
 
 
 def is_known(settings: dict[str, Any], _: TempoConfig) -> bool:
-    """Whether this Megatron has these settings: 0.14 knows no activation of Transformer Engine's."""
-    return settings.keys() <= {field.name for field in dataclasses.fields(TransformerConfig)}
+    """Whether Tempo has these settings in this Megatron: 0.14 knows no activation of Transformer Engine's, and has a
+    window in its attention only."""
+    has_window = is_since("0.15") or "window_size" not in settings
+    return has_window and settings.keys() <= {field.name for field in dataclasses.fields(TransformerConfig)}
 
 
 def build_gpt(config: Any, tempo_config: TempoConfig, seed: int = 7, *, has_op_fuser: bool = False) -> Any:
