@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tempo_megatron.settings.operations import STACKS_OF_FAMILIES, keeps_copies
+
 MEGATRONS = {
     "tp": "--tensor-model-parallel-size",
     "pp": "--pipeline-model-parallel-size",
@@ -51,10 +53,7 @@ def list_refusals(run: Any, names: Mapping[str, str] = MEGATRONS) -> Iterator[st
         )
     if model.num_experts is not None:
         yield from _list_refused_experts(run, names)
-    # Megatron's own attention keeps copies where it repeats keys and values (slots/layer_spec.py: keeps_copies).
-    keeps_copies = is_engine or model.num_query_groups not in (None, model.num_attention_heads)
-    repeats_qkv = run.tempo.linear_qkv == "recompute" and "core_attn" not in run.recompute
-    if repeats_qkv and run.tempo.attention == "off" and keeps_copies:
+    if _repeats_qkv_for_nothing(run):
         yield (
             'tempo.linear_qkv is "recompute" and tempo.attention "off", whose attention may keep copies of q, k and v, '
             'so that nothing is saved; set tempo.attention to "flash", or tempo.linear_qkv to "off"'
@@ -91,6 +90,22 @@ def list_refusals(run: Any, names: Mapping[str, str] = MEGATRONS) -> Iterator[st
             f"--fp8-param-gather gathers weights of --fp8-recipe {run.float8} through buffers that the estimate does "
             "not know; leave it out"
         )
+
+
+def _repeats_qkv_for_nothing(run: Any) -> bool:
+    """Whether some layer has a projection that runs again before stock attention with copies of its q, k and v."""
+    model, tempo = run.model, run.tempo
+    is_grouped = model.num_query_groups not in (None, model.num_attention_heads)
+    if not keeps_copies(is_megatrons=run.stock != "transformer_engine", is_grouped=is_grouped):
+        return False
+    # Nearly every run is answered without looking at each layer.
+    are_there = "recompute" in tempo.values_of("linear_qkv") and "off" in tempo.values_of("attention")
+    if "core_attn" in run.recompute or not are_there:
+        return False
+    layers = (
+        tempo.for_layer(layer, stack) for stack in STACKS_OF_FAMILIES[model.family] for layer in range(model.num_layers)
+    )
+    return any((layer.linear_qkv, layer.attention) == ("recompute", "off") for layer in layers)
 
 
 def _list_refused_stages(run: Any, pp: str) -> Iterator[str]:

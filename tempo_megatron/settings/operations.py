@@ -206,6 +206,7 @@ def check_value(where: str, name: Any, value: object, known: tuple[str, ...]) ->
 
 
 STACKS = ("encoder", "decoder")
+STACKS_OF_FAMILIES = {"gpt": ("decoder",), "bert": ("encoder",), "t5": STACKS}
 ACTIVATION = "activation"
 """Ends the titles in LEDGER_ROWS that end in the name of the activation that was measured: gelu, swiglu, ..."""
 MASK = "attention mask"
@@ -325,6 +326,12 @@ OFFLOAD_ROWS = tuple(
 def is_moved(row: str, offload: str) -> bool:
     """Whether a layer with this value of `offload` moves one of OFFLOAD_ROWS."""
     return offload == "all" or row in offload.split("+")
+
+
+def keeps_copies(*, is_megatrons: bool, is_grouped: bool) -> bool:
+    """Whether stock core attention may keep copies of q, k and v. Megatron's own does if keys and values are grouped,
+    because it repeats them; nothing is known about other classes."""
+    return is_grouped or not is_megatrons
 
 
 def check_offload(where: str, value: object) -> None:

@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.settings.operations import OPERATIONS
+from tempo_megatron.settings.operations import OPERATIONS, keeps_copies
 from tempo_megatron.slots import hybrid
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import (
@@ -458,12 +458,6 @@ class _Values:
         elif module is MoELayer and (keeps_input or drops_input):
             module = TempoRoutedMoELayer
         return change_slot(slot, module, **changes)
-
-
-def keeps_copies(*, is_megatrons: bool, is_grouped: bool) -> bool:
-    """Whether stock core attention may keep copies of q, k and v. Megatron's own does if keys and values are grouped,
-    because it repeats them; nothing is known about other classes."""
-    return is_grouped or not is_megatrons
 
 
 def _refuse_kept_operands(core_attention: Any, transformer_config: TransformerConfig, is_tempo: bool) -> None:

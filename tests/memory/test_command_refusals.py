@@ -64,6 +64,7 @@ estimate {MIXTRAL} --ep 2 => does not divide the 1 ranks of a pipeline stage; ch
 estimate {MIXTRAL} --ep 4 --dp 4 --moe-imbalance 4.1 => at most 4, which the fullest of 4 ranks gets
 estimate {GPT2} --pp 7 => 12 layers are not a multiple of --pp 7; change one of them
 estimate {GPT2} --use-tempo --tempo-linear-qkv recompute --tempo-attention off => may keep copies of q, k and v, so that
+estimate {TINY} --use-tempo --tempo-layers '{{"3": {{"attention": "off", "linear_qkv": "recompute"}}}}' => keep copies
 plan --gpu-memory 9GB {BESIDE} --use-tempo --tempo-linear-qkv recompute --tempo-attention off => copies of q, k and v
 estimate {GPT2} --zero 1 --optimizer megatron => ZeRO is DeepSpeed's: leave one out
 estimate {GPT2} --decoder-first-pipeline-num-layers 2 => needs at least 2 stages, and there is 1

@@ -30,14 +30,21 @@ from tempo_megatron.memory.plan.gpu import Gpu
 from tempo_megatron.memory.routing import assume_fullest
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import record_chunk
-from tempo_megatron.memory.simulated.chunk_model import STACKS_OF_FAMILIES, describe_parts
+from tempo_megatron.memory.simulated.chunk_model import describe_parts
 from tempo_megatron.memory.tape.rows import Row, name_row, sum_rows
 from tempo_megatron.models.build import DTYPES, build_transformer_config
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, OFFLOAD, write_layers
-from tempo_megatron.settings.operations import CHOICES, INPUT, LEDGER_ROWS, OFFLOAD_ROWS, find_offload_row
+from tempo_megatron.settings.operations import (
+    CHOICES,
+    INPUT,
+    LEDGER_ROWS,
+    OFFLOAD_ROWS,
+    STACKS_OF_FAMILIES,
+    find_offload_row,
+    keeps_copies,
+)
 from tempo_megatron.slots.choose import find_refusal, refuse_written
-from tempo_megatron.slots.layer_spec import keeps_copies
 
 Values = tuple[str, ...]
 """The value of each of LAYER_OPERATIONS, never "auto"."""

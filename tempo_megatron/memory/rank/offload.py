@@ -13,11 +13,10 @@ from typing import Any
 from tempo_kernels.offload import MIN_BYTES
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import record_chunk
-from tempo_megatron.memory.simulated.chunk_model import STACKS_OF_FAMILIES
 from tempo_megatron.memory.tape.rows import find_row
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, OFFLOAD
-from tempo_megatron.settings.operations import find_offload_row, is_moved
+from tempo_megatron.settings.operations import STACKS_OF_FAMILIES, find_offload_row, is_moved
 
 
 def drop_offload(config: TempoConfig) -> TempoConfig:

@@ -18,7 +18,6 @@ from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import record_chunk
 from tempo_megatron.memory.simulated.chunk_model import (
-    STACKS_OF_FAMILIES,
     build_ledger_config,
     describe_parts,
     leave_out_stand_ins,
@@ -28,7 +27,7 @@ from tempo_megatron.memory.tape.scopes import SavedStorage
 from tempo_megatron.models.build import make_specs
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import read_layers, write_layers
-from tempo_megatron.settings.operations import find_offload_row, is_moved
+from tempo_megatron.settings.operations import STACKS_OF_FAMILIES, find_offload_row, is_moved
 from tempo_megatron.slots.choose import Choices, choose
 from tempo_megatron.slots.report import TempoReport, report_on
 

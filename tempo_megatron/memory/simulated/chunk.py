@@ -39,7 +39,6 @@ from tempo_megatron.memory.simulated.chunk_memory import (
     repeat_layers,
 )
 from tempo_megatron.memory.simulated.chunk_model import (
-    STACKS_OF_FAMILIES,
     ChunkModel,
     Ends,
     build_ledger_config,
@@ -56,6 +55,7 @@ from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT, TORCH_PRODUCT, Tape
 from tempo_megatron.models.build import build_model, make_inputs
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.operations import STACKS_OF_FAMILIES
 from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.megatron_versions import VERSION, is_since
 

@@ -44,13 +44,13 @@ from tempo_megatron.models.build import build_model, build_transformer_config, m
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
+from tempo_megatron.settings.operations import STACKS_OF_FAMILIES
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.block_slots import find_inner_name
 from tempo_megatron.slots.choose import Choices, choose
 from tempo_megatron.slots.layer_spec import tempoize
 
 _OF_STAND_INS = ("layernorm", "mla_up_proj", "moe_act")
-STACKS_OF_FAMILIES = {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder", "decoder")}
 
 
 def leave_out_stand_ins(recompute: Iterable[str]) -> tuple[str, ...]:

@@ -81,17 +81,12 @@ class MaskedTask:
         masking = run.masking
         assert isinstance(masking, Masking)
         return BERTMaskedWordPieceDatasetConfig(
-            random_seed=seed % 2**31,  # what Megatron's sample index takes
-            sequence_length=run.model.seq_length,
             tokenizer=DatasetTokenizer(tokenizer),
-            masking_probability=masking.mask_prob,
-            short_sequence_probability=masking.short_seq_prob,
             masking_max_ngram=3 if masking.masking == "words" else 1,
             masking_do_full_word=masking.masking == "words",
-            masking_do_permutation=False,
-            masking_use_longer_ngrams=False,
             masking_use_geometric_distribution=False,
             classification_head=run.model.add_binary_head,
+            **_list_shared_settings(run, masking, seed),
             **settings,
         )
 
@@ -100,6 +95,18 @@ class MaskedTask:
 
     def make_forward_step(self, run: RunConfig, device: torch.device) -> PredictMasked:
         return PredictMasked(has_segments=run.model.num_tokentypes > 0, fuses_loss=run.tempo.loss == "fused")
+
+
+def _list_shared_settings(run: RunConfig, masking: Masking | SpanMasking, seed: int) -> dict[str, Any]:
+    """What the configurations of both tasks' data sets have in common."""
+    return {
+        "random_seed": seed % 2**31,  # what Megatron's sample index takes
+        "sequence_length": run.model.seq_length,
+        "masking_probability": masking.mask_prob,
+        "short_sequence_probability": masking.short_seq_prob,
+        "masking_do_permutation": False,
+        "masking_use_longer_ngrams": False,
+    }
 
 
 def check_usable_documents(prefix: str, parts: Mapping[str, tuple[float, float]], run: RunConfig, least: int) -> None:
@@ -261,17 +268,12 @@ class SpanTask:
         masking = run.masking
         assert masking is not None
         return T5MaskedWordPieceDatasetConfig(
-            random_seed=seed % 2**31,  # what Megatron's sample index takes
-            sequence_length=run.model.seq_length,
             sequence_length_decoder=run.model.decoder_seq_length,
             tokenizer=SpanDatasetTokenizer(tokenizer),
-            masking_probability=masking.mask_prob,
-            short_sequence_probability=masking.short_seq_prob,
             masking_max_ngram=_LONGEST_SPAN,
             masking_do_full_word=True,
-            masking_do_permutation=False,
-            masking_use_longer_ngrams=False,
             masking_use_geometric_distribution=True,
+            **_list_shared_settings(run, masking, seed),
             **settings,
         )
 
