@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# dynamic_threads: one compilation serves any number of threads. contract: allows fused multiply-add.
-_OPTIONS: dict[str, Any] = {"cpp.dynamic_threads": True, "cpp.enable_floating_point_contract_flag": "fast"}
 # Inductor forbids both in the code that it vectorises itself.
 _LIBRARY_FLAGS = ("-ftree-loop-vectorize", "-ffp-contract=fast")
 _SHOWN_CHARACTERS = 200
@@ -46,10 +44,23 @@ def get_obstacle() -> str | None:
 
 
 @functools.cache
+def _get_options() -> dict[str, Any]:
+    from torch._inductor.cpu_vec_isa import pick_vec_isa  # here, because importing it takes seconds
+
+    return {
+        "cpp.dynamic_threads": True,  # one compilation serves any number of threads
+        "cpp.enable_floating_point_contract_flag": "fast",  # allows fused multiply-add
+        # What Inductor would choose. Its cache tells processors apart by this option alone (torch 2.13): code with
+        # loops for AVX-512, found in a cache by a processor with AVX2, gives wrong numbers.
+        "cpp.simdlen": pick_vec_isa().bit_width(),
+    }
+
+
+@functools.cache
 def _try_once() -> None:
     try:
         _check_compiler()
-        add_one = torch.compile(lambda x: x + int(torch.compiler.is_compiling()), dynamic=True, options=_OPTIONS)
+        add_one = torch.compile(lambda x: x + int(torch.compiler.is_compiling()), dynamic=True, options=_get_options())
         found = add_one(torch.zeros(16, dtype=torch.float32, device="cpu"))
         if not bool((found == 1).all()):
             raise RuntimeError("torch.compile is switched off, by TORCHDYNAMO_DISABLE or in torch._dynamo.config")
@@ -172,7 +183,7 @@ class Compiled:
             # because torch stops after eight compilations of one. Not fullgraph: it then runs uncompiled.
             key = tuple((t.dtype, t.size(-1) if self._has_lanes else None) for t in tensors)
             if key not in self._compiled:
-                self._compiled[key] = torch.compile(_copy(self._function), dynamic=True, options=_OPTIONS)
+                self._compiled[key] = torch.compile(_copy(self._function), dynamic=True, options=_get_options())
             return self._compiled[key](*tensors)
         except Exception as error:
             from torch._dynamo.exc import TorchDynamoException  # here, because importing it takes seconds

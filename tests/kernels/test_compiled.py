@@ -36,6 +36,26 @@ print("obstacle:", compiled.get_obstacle())
 """
 
 
+FORMULA = """
+import torch
+from tempo_kernels.compiled import Compiled, get_obstacle
+assert get_obstacle() is None, get_obstacle()
+def variance(x):
+    return (x - x.mean(-1, keepdim=True)).pow(2).mean(-1)
+x = torch.randn(300, 256) * 3 + 1
+torch.testing.assert_close(Compiled(variance, has_lanes=True)(x), variance(x))
+"""
+
+
+@has_compiler
+def test_processors_with_other_vectors_share_a_cache(tmp_path) -> None:
+    for capability in (None, "avx2", "default"):
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        environment |= {} if capability is None else {"ATEN_CPU_CAPABILITY": capability}
+        run = subprocess.run([sys.executable, "-c", FORMULA], env=environment, capture_output=True, text=True)
+        assert run.returncode == 0, f"{capability}: {run.stderr[-2000:]}"
+
+
 @pytest.mark.filterwarnings("always")
 def test_without_a_compiler_large_tensors_go_block_by_block_with_one_warning(untried_compiler, monkeypatch) -> None:
     monkeypatch.setattr(compiled, "find_compiler", lambda: None)
