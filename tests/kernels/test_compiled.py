@@ -47,6 +47,7 @@ torch.testing.assert_close(Compiled(variance, has_lanes=True)(x), variance(x))
 """
 
 
+@pytest.mark.slow
 @has_compiler
 def test_processors_with_other_vectors_share_a_cache(tmp_path) -> None:
     for capability in (None, "avx2", "default"):
