@@ -20,10 +20,11 @@ CONFIGS = Path("configs")
 MEGATRON = ["megatron-core>=0.14,<0.21"]
 DEEPSPEED = ["deepspeed>=0.16"]
 TRAIN = [*MEGATRON, *DEEPSPEED, "tokenizers", "safetensors", "tensorboard", "matplotlib", "plotly", "tqdm", "pyyaml"]
-DOCS = ["mkdocs-material>=9.6,<10", "mkdocstrings-python"]  # the site; docs/site/mkdocs.yml says why these
-DATA = ["datasets>=3"]
+# The site; docs/site/mkdocs.yml says why these. Ruff formats signatures.
+DOCS = ["mkdocs-material>=9.6,<10", "mkdocstrings-python", "ruff"]
+DATA = [*MEGATRON, "tokenizers", "tqdm", "datasets>=3"]  # prepare-data, of every format
 GPU = ["triton>=3.3; sys_platform == 'linux'"]
-BENCHMARKS = ["scikit-learn"]  # the digits of benchmarks/training_proof.py
+BENCHMARKS = [*TRAIN, "scikit-learn"]  # the digits of benchmarks/training_proof.py
 TEST = [
     *TRAIN,
     *DATA,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = {item for item in items if is_left_out(item, config)}
     if config.getoption("--quick"):
+        dear = list_dear_files()
+        left_out |= {item for item in items if item.path in dear and not item.get_closest_marker("quick")}
         # Of each test function one case.
         first: dict[str, pytest.Item] = {}
         for item in items:
@@ -52,6 +55,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+def list_dear_files() -> set[Path]:
+    """Those whose tests take more than a second of a processor each, by tests/seconds.json."""
+    folder = Path(__file__).parent
+    rows = json.loads((folder / "seconds.json").read_text(encoding="utf-8")).items()
+    return {folder / path for path, row in rows if row["cpu"] > row["tests"]}
 
 
 def is_left_out(item: pytest.Item, config: pytest.Config) -> bool:

@@ -178,6 +178,7 @@ def _list_modules(package: str) -> Iterator[tuple[str, Path]]:
             yield ".".join(path.relative_to(ROOT).with_suffix("").parts), path
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported() -> None:
     """Also what no quick test runs; and on Python 3.10, where a dataclass refuses a default that is a list, a dict or a
     set, even one that can be hashed."""

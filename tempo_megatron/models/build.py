@@ -25,7 +25,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from tempo_megatron.models.shape import QUICK_GEGLU, ModelShape
+from tempo_megatron.models.shape import LATENT, QUICK_GEGLU, ModelShape
 from tempo_megatron.settings.activations import ACTIVATIONS
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.block_slots import TempoBlockSubmodules
@@ -44,7 +44,6 @@ _SAME = (
     *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_router_dtype"),
 )
 """Of a mixture of experts, what ModelShape and TransformerConfig call by the same name."""
-_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 # Fields of TransformerConfig that megatron-core 0.16 has, and an older version perhaps not.
 _YOUNG = ("softmax_type", "activation_func_clamp_value", "glu_linear_offset", "window_attn_skip_freq")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -157,7 +156,7 @@ def _configure_parts(shape: ModelShape, num_layers: int) -> tuple[Any, dict[str,
         # Of fewer layers, those of the first.
         found["moe_layer_freq"] = has[:num_layers] + has[-1:] * (num_layers - len(has))
     if shape.multi_latent_attention:
-        found |= {name: getattr(shape, name) for name in _LATENT}
+        found |= {name: getattr(shape, name) for name in LATENT}
         found |= {"rope_type": shape.position_embedding_type, "rotary_base": shape.rotary_base}
         names = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
         found |= {name: getattr(shape, name) for name in names}
@@ -184,7 +183,8 @@ def make_specs(
     if shape.family == "gpt":
         spec = tempo_block_spec(config, tempo_config, vp_stage=vp_stage)
         if shape.multi_latent_attention:
-            _put_latent_core_attention(spec)
+            for layer in spec.layer_specs:
+                _put_latent(layer)
         return {"decoder": spec}
     stock = {"encoder": bert_layer_local_spec}
     if shape.family == "t5":
@@ -204,13 +204,8 @@ class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc,unuse
         self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
 
 
-def _put_latent_core_attention(spec: TempoBlockSubmodules) -> None:
-    """Let layers whose core attention is Megatron's own have LatentDotProductAttention."""
-    for layer in spec.layer_specs:
-        _put_latent(layer)
-
-
 def _put_latent(layer: Any) -> None:
+    """Let a layer whose core attention is Megatron's own have LatentDotProductAttention."""
     submodules = layer.submodules.self_attention.submodules
     if find_class(submodules.core_attention) is DotProductAttention:
         submodules.core_attention = LatentDotProductAttention

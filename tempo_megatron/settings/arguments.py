@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from tempo_megatron.settings.config import BUDGET, CHECKS, HOST_MEMORY, SETTINGS, TempoConfig, check_block
 from tempo_megatron.settings.layer_values import freeze_layers
-from tempo_megatron.settings.operations import OFFLOAD_ROWS, OPERATIONS, RENAMED, check_offload
+from tempo_megatron.settings.operations import OFFLOAD_ROWS, OPERATIONS, check_offload
 from tempo_megatron.words.argument_types import parse_memory
 from tempo_megatron.words.json_text import parse_json
 
@@ -23,15 +23,6 @@ class Budget:
     """Of one rank."""
     host_bytes: int = 0
     """Of one host, for all its ranks; 0 sends nothing there."""
-
-
-class _RefuseRenamed(argparse.Action):
-    """An option that has another name now."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        old = self.option_strings[0]
-        new = f"--tempo-{RENAMED[old.removeprefix('--tempo-')]}"
-        raise argparse.ArgumentError(None, f"{old} is now {new}; write {new} instead of {old}")
 
 
 LEDGER: dict[str, Any] = {
@@ -94,10 +85,6 @@ def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         help="with --tempo-memory-budget: what the ranks of a host may use of its memory together, such as 1TiB; the "
         "plan then also chooses what goes there",
     )
-    for name in RENAMED:
-        group.add_argument(
-            f"--tempo-{name}", action=_RefuseRenamed, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
     return parser
 
 

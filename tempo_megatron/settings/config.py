@@ -18,7 +18,7 @@ from tempo_megatron.settings.layer_values import (
     write_key,
     write_layers,
 )
-from tempo_megatron.settings.operations import CHOICES, OPERATIONS, RENAMED, check_offload, check_value
+from tempo_megatron.settings.operations import CHOICES, OPERATIONS, check_offload, check_value
 from tempo_megatron.words.argument_types import parse_memory
 from tempo_megatron.words.json_text import read_object
 
@@ -182,7 +182,7 @@ class TempoConfig:
         content = read_object(path)
         if "tempo" in content:
             return cls.from_dict(content["tempo"])
-        if content and not set(content) & {*_KEYS, *RENAMED}:
+        if content and not set(content) & set(_KEYS):
             raise ValueError(f'{path} has no "tempo" block; add one, for example "tempo": {{"activation": "auto"}}')
         return cls.from_dict(content)
 

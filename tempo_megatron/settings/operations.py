@@ -188,15 +188,9 @@ OPERATIONS = {
 
 CHOICES = {name: operation.choices for name, operation in OPERATIONS.items()}
 
-RENAMED = {"gelu": "activation"}
-"""Former names of switches, which are refused with the new one."""
-
 
 def check_value(where: str, name: Any, value: object, known: tuple[str, ...]) -> None:
     """Raise ValueError where `name`, an operation's in the block `where`, is not `known`, or has no such `value`."""
-    if name in RENAMED:
-        new = RENAMED[name]
-        raise ValueError(f"{where}{name} is now {where}{new}; write {new} instead of {name}")
     if name not in known:
         near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
         raise ValueError(f"{where}{name} is unknown; the nearest known name is {where}{near}")

@@ -80,7 +80,6 @@ def test_arguments_win_over_a_block_which_switches_tempo_on(in_folder: None, arg
         ("--use-tempo --tempo-norm of", "argument --tempo-norm: invalid choice: 'of'"),
         ("--use-tempo --tempo-config missing.json", r"--tempo-config missing.json cannot be read \(No such file"),
         ("--deepspeed_config .", r"--deepspeed_config . cannot be read \(Is a directory"),
-        ("--use-tempo --tempo-gelu off", "--tempo-gelu is now --tempo-activation"),
         ("--tempo-config plain.json", 'has no "tempo" block; add one'),
         ("--tempo-config ds.json --deepspeed_config ds.json", "both hold a"),
     ],

@@ -413,6 +413,7 @@ def test_a_command_is_written_for_the_chip_that_is_asked_for(ours: str, capsys: 
     assert "launch/run_megatron.py pretrain_gpt.py" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_command_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     ours = "plan --gpu h100 --gpu-memory 1GiB --vocab-size 500 --world-size 2".split()
     assert main([*ours, "--", "pretrain_gpt.py", *TINY.split(), "--recompute-activations", "--bf16"]) == 0
@@ -463,6 +464,7 @@ def _draw_line(draw: random.Random) -> list[str]:
     return ["estimate", *own.split(), "--", *start.split(), script, *words]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 11))])
 def test_whatever_is_typed_is_an_estimate_or_one_sentence(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     draw = random.Random(seed)

@@ -11,7 +11,6 @@ import pytest
 from tempo_megatron import TempoConfig, add_tempo_arguments
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.operations import LEDGER_ROWS, OPERATIONS
-from tempo_megatron.training.run.arguments import parse_arguments
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -62,7 +61,7 @@ def test_a_bare_block_reads_and_other_files_are_refused(tmp_path):
         ('{"zero_optimization": {}}', 'no "tempo" block'),
         ("{", "not valid JSON"),
         ("[]", "expected a JSON object"),
-        ('{"gelu": "off"}', r"tempo\.gelu is now tempo\.activation; write activation instead of gelu"),
+        ('{"activation": "off", "nrm": "off"}', r"tempo\.nrm is unknown; the nearest known name is tempo\.norm"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -109,20 +108,6 @@ def test_an_operation_asked_for_while_tempo_is_off_is_refused():
         tempo_config_from(parsed("--tempo-activation", "inplace"), {})
     with pytest.raises(ValueError, match="--tempo-norm is given but Tempo is off"):
         tempo_config_from(parsed("--no-use-tempo", "--tempo-norm", "off"), {"tempo": {}})
-
-
-def test_the_former_name_of_the_activation_is_refused_with_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"tempo\.gelu is now tempo\.activation; write activation instead of gelu"):
-        tempo_config_from(parsed("--use-tempo"), {"tempo": {"gelu": "off"}})
-    sentence = "--tempo-gelu is now --tempo-activation; write --tempo-activation instead of --tempo-gelu"
-    for words in (["--tempo-gelu", "off"], ["--tempo-gelu=off"], ["--tempo-gelu"]):
-        with pytest.raises(ValueError, match=sentence):
-            parse_arguments(words)
-        with pytest.raises(SystemExit):
-            parsed(*words)
-        assert sentence in capsys.readouterr().err
-    parser = add_tempo_arguments(argparse.ArgumentParser())
-    assert "tempo_gelu" not in vars(parsed()) and "--tempo-gelu" not in parser.format_help()
 
 
 def test_the_table_of_operations_names_every_switch_and_no_other() -> None:

@@ -95,7 +95,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "loss": ({"0": {"loss": "off"}}, 'tempo.layers["0"].loss is given; expected what a layer has, activation, norm, '),
     "enabled": ({"0": {"enabled": False}}, 'tempo.layers["0"].enabled is given; expected operations; set'),
     "unknown": ({"0": {"nrm": "off"}}, '.nrm is unknown; the nearest known name is tempo.layers["0"].norm'),
-    "former name": ({"0": {"gelu": "off"}}, 'tempo.layers["0"].gelu is now tempo.layers["0"].activation; write'),
     "choice": ({"0": {"norm": "flash"}}, "tempo.layers[\"0\"].norm is 'flash'; it must be one of 'auto', 'off', "),
     "type of a choice": ({"0": {"norm": ["off"]}}, "tempo.layers[\"0\"].norm is ['off']; it must be one of"),
 }

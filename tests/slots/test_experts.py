@@ -70,6 +70,7 @@ def test_between_projection_and_attention_the_projections_output_alone_is_kept(m
     assert tempo["kept"] == 2 * 32 * (64 + 32 + 4) * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", expert_cases.LAYOUTS)
 def test_layouts_equal_stock_of_the_same_layout(of_layouts, layout):
     check_equal(of_layouts[layout])
@@ -82,6 +83,7 @@ def check_equal(ranks):
             assert_equal_to_stock(tempo, stock)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["EP 2, all-to-all", "EP 2, all-to-all, a rank without tokens"])
 def test_tokens_that_are_sent_again_are_not_kept(of_layouts, layout):
     saved = [kept["kept"] - repeated["kept"] for _, kept, repeated in (rank["measured"] for rank in of_layouts[layout])]
@@ -91,6 +93,7 @@ def test_tokens_that_are_sent_again_are_not_kept(of_layouts, layout):
     assert "without" not in layout or saved[1] == 2 * 32 * 32 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", expert_cases.LAYOUTS)
 def test_dropout_masks_do_not_depend_on_how_experts_are_laid_out(of_layouts, layout):
     check_masks(of_layouts, layout)
