@@ -26,7 +26,7 @@ PICTURES = 'Array.from(document.querySelectorAll("article img, article object"))
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", str(config), "-d", str(site)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(site)],
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
@@ -75,14 +75,20 @@ def test_drawings_are_what_their_script_writes(tmp_path: Path) -> None:
         assert (tmp_path / name).read_text() == (ROOT / "docs" / "images" / f"{name}.svg").read_text(), name
 
 
-def test_a_link_to_nothing_ends_the_build(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("readme", "message"),
+    [("[a page](docs/missing.md)\n", "README.md links to docs/missing.md, which does not exist"), ("", "- lost.md")],
+    ids=["a link to nothing", "a page that no menu has"],
+)
+def test_what_a_reader_cannot_reach_ends_the_build(readme: str, message: str, tmp_path: Path) -> None:
     config = tmp_path / "docs" / "site" / "mkdocs.yml"
     config.parent.mkdir(parents=True)
     for name in ("mkdocs.yml", "hooks.py"):
         shutil.copy2(CONFIG.parent / name, config.parent)
-    (tmp_path / "README.md").write_text("[a page](docs/missing.md)\n")
+    (tmp_path / "README.md").write_text(readme)
+    (tmp_path / "docs" / "lost.md").write_text("# Lost\n")
     done = build(config, tmp_path / "site")
-    assert done.returncode and "README.md links to docs/missing.md, which does not exist" in done.stderr
+    assert done.returncode and message in done.stderr
 
 
 def test_pages_open_without_an_error_pictures_show_and_search_finds(site: Path, address: str, tmp_path: Path) -> None:
