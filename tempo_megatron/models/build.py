@@ -34,7 +34,7 @@ from tempo_megatron.slots.dropout import tempoize_embedding
 from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
 from tempo_megatron.slots.loss import TempoBertModel, TempoGPTModel, TempoT5Model
 from tempo_megatron.slots.mlp import FUNCTIONS
-from tempo_megatron.slots.norm import TorchLayerNorm
+from tempo_megatron.slots.norm import TorchNorm
 from tempo_megatron.slots.slot_content import find_class
 
 _SAME = (
@@ -308,14 +308,14 @@ _CLASSES = {"gpt": (GPTModel, TempoGPTModel), "bert": (BertModel, TempoBertModel
 
 @contextlib.contextmanager
 def _norm_of_the_head() -> Iterator[None]:
-    """Inside the context BERT's head is built with TorchLayerNorm, for sequence parallelism.
+    """Inside the context BERT's head is built with TorchNorm, for sequence parallelism.
 
     The head names its norm itself (models/bert/bert_lm_head.py:16 of megatron-core 0.16.1). Without Apex that is
     Megatron's wrapper around torch's LayerNorm, which refuses sequence parallelism (transformer/torch_norm.py:32)."""
     if bert_lm_head.LNImpl is not WrappedTorchNorm:
         yield
         return
-    bert_lm_head.LNImpl = TorchLayerNorm
+    bert_lm_head.LNImpl = TorchNorm
     try:
         yield
     finally:

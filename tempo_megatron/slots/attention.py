@@ -29,6 +29,7 @@ from tempo_megatron.slots import context_parallel
 from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample, read_document_samples
 from tempo_megatron.slots.linear import (
     DropsInput,
+    Function,
     LinearCall,
     Return,
     is_in_backward,
@@ -122,10 +123,9 @@ class TempoDotProductAttention(DotProductAttention):
 
         attention_bias: [b or 1, a/p or 1, sq or 1, sk], added to the scaled scores, such as T5's relative positions.
         """
-        is_packed = packed_seq_params is not None
+        is_packed, ranks = packed_seq_params is not None, self.config.context_parallel_size
         if attention_bias is not None and (is_packed or self._exchange is not None):
-            size = self.config.context_parallel_size
-            where = f"context_parallel_size is {size}" if self._exchange is not None else "sequences are packed"
+            where = "sequences are packed" if self._exchange is None else f"context_parallel_size is {ranks}"
             raise ValueError(
                 f"an attention bias is given, and {where}, which Tempo's attention cannot have together; "
                 'set tempo.attention to "off"'
@@ -149,10 +149,10 @@ class TempoDotProductAttention(DotProductAttention):
             packed |= {"document_samples": samples} if dropout_p > 0 else {}
         elif is_packed and self.training and self._exchange is not None and self.config.hidden_dropout > 0:
             raise ValueError(
-                f"a packed row is given to {self.config.context_parallel_size} context-parallel ranks without its "
-                f"documents' samples, and hidden_dropout is {self.config.hidden_dropout:g}, whose masks then do not "
-                "know which tokens a rank holds; call tempo_megatron.set_micro_batch with cu_seqlens and "
-                "document_samples before each forward, or set hidden_dropout to 0"
+                f"a packed row is given to {ranks} context-parallel ranks without its documents' samples, and "
+                f"hidden_dropout is {self.config.hidden_dropout:g}, whose masks then do not know which tokens a rank "
+                "holds; call tempo_megatron.set_micro_batch with cu_seqlens and document_samples before each forward, "
+                "or set hidden_dropout to 0"
             )
         if self._exchange is not None and mask is not None:
             raise ValueError(
@@ -204,18 +204,14 @@ class TempoDotProductAttention(DotProductAttention):
         sees_later: whether a token sees tokens after it.
         """
         local_size = getattr(packed_seq_params, "local_cp_size", None) or 1
-        if local_size > 1:
+        if local_size > 1 or packed_seq_params.qkv_format != "thd":
             raise ValueError(
-                f"packed sequences are given with local_cp_size {local_size}, of hybrid context parallelism, which "
-                'Tempo\'s attention does not support; leave it out, or set tempo.attention to "off"'
-            )
-        if packed_seq_params.qkv_format != "thd":
-            raise ValueError(
-                f'packed_seq_params has qkv_format "{packed_seq_params.qkv_format}"; expected "thd"; set '
+                f'packed sequences are given with qkv_format "{packed_seq_params.qkv_format}" and local_cp_size '
+                f'{local_size}; Tempo\'s attention takes "thd" and 1; leave hybrid context parallelism off, or set '
                 'tempo.attention to "off"'
             )
-        boundaries = []
-        for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        found = {}
+        for name, argument in (("cu_seqlens_q", "cu_seqlens"), ("cu_seqlens_kv", "cu_seqlens_k")):
             given, padded = getattr(packed_seq_params, name), getattr(packed_seq_params, f"{name}_padded", None)
             # Behind a document's last token, padding is seen by padding only, if attention is causal.
             if padded is not None and padded is not given and sees_later:
@@ -223,9 +219,9 @@ class TempoDotProductAttention(DotProductAttention):
                     f"{name}_padded is given, and attention is not causal, so that tokens would see padding; expected "
                     f'{name} alone; pack without padding, or set tempo.attention to "off"'
                 )
-            boundaries.append(given if padded is None else padded)
-        queries, keys = boundaries
-        return {"cu_seqlens": queries, **({} if self.attention_type == "self" else {"cu_seqlens_k": keys})}
+            if argument == "cu_seqlens" or self.attention_type != "self":
+                found[argument] = given if padded is None else padded
+        return found
 
     def _draw(self, query: Tensor) -> dict[str, Any]:
         """The arguments of this rank's mask."""
@@ -241,11 +237,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tenso
 
 def _copy_without_the_rest(*tensors: Tensor) -> list[Tensor]:
     """The tensors, copied where their storage holds more than these tensors: a view would keep all of it."""
-    # Storages are compared by identity, because traced tensors have no address.
-    storages = [tensor.untyped_storage() for tensor in tensors]
     used: Counter[int] = Counter()
-    for storage, tensor in zip(storages, tensors, strict=True):
-        used[storage._cdata] += tensor.nbytes
+    # Storages are compared by identity, because traced tensors have no address.
+    for tensor in tensors:
+        used[tensor.untyped_storage()._cdata] += tensor.nbytes
+    storages = [tensor.untyped_storage() for tensor in tensors]
     return [
         tensor.clone(memory_format=torch.contiguous_format) if storage.nbytes() > used[storage._cdata] else tensor
         for storage, tensor in zip(storages, tensors, strict=True)
@@ -299,10 +295,10 @@ def apply_rotary_pos_emb(
     """
     is_plain = cu_seqlens is None and not config.apply_rope_fusion and not config.multi_latent_attention
     if is_plain and torch.is_grad_enabled() and t.requires_grad and not freqs.requires_grad:
-        found: Tensor = _Rotate.apply(t, freqs, config, mscale, others)
-    else:
-        settings = {"config": config, "cu_seqlens": cu_seqlens, "mscale": mscale, **others}
-        found = rope_utils.apply_rotary_pos_emb(t, freqs, **settings)
+        return _Rotate.apply(t, freqs, config, mscale, others)  # type: ignore[no-any-return]
+    found: Tensor = rope_utils.apply_rotary_pos_emb(
+        t, freqs, config=config, cu_seqlens=cu_seqlens, mscale=mscale, **others
+    )
     return found
 
 
@@ -352,17 +348,19 @@ class _RepeatedSelfAttention(SelfAttention):
             return super().forward(hidden_states, *args, **kwargs)
         linear_qkv = (LinearCall if self.repeats_projection else _KeptCall)(self.linear_qkv)
         linear_proj = _Watched(self.linear_proj)
+        # What core attention got, and the norms of q and k where the projection is kept.
+        takes = {"core_attention": 3}
+        if not self.repeats_projection:
+            norms = (name for name in ("q_layernorm", "k_layernorm") if getattr(self, name) is not None)
+            takes = {**dict.fromkeys(norms, 1), **takes}
 
         def follow(x: Tensor, core_attention: Any, **others: Any) -> tuple[Any, list[Tensor]]:
-            """What SelfAttention.forward gives with other modules, and what the norms of q and k, where the projection
-            is kept, then core attention got in it."""
-            norms = () if self.repeats_projection else ("q_layernorm", "k_layernorm")
-            found = {name: getattr(self, name) for name in norms if getattr(self, name) is not None}
-            watched = {name: _Watched(module) for name, module in {**found, "core_attention": core_attention}.items()}
+            """What SelfAttention.forward gives with other modules, and the inputs of those in `takes`."""
+            watched = {name: _Watched(getattr(self, name)) for name in takes}
+            watched["core_attention"].module = core_attention
             attention = replace_modules(self, **watched, **others)
             attention.checkpoint_core_attention &= core_attention is self.core_attention
             result = _run_self_attention(attention, x, *args, **kwargs)
-            takes = {name: 3 if name == "core_attention" else 1 for name in watched}
             return result, [t for name, num in takes.items() for t in watched[name].take_inputs(num)]
 
         result, inputs = follow(hidden_states, self.core_attention, linear_qkv=linear_qkv, linear_proj=linear_proj)
@@ -374,7 +372,8 @@ class _RepeatedSelfAttention(SelfAttention):
         def make() -> list[Tensor]:
             """The projection's output, and what was made of it: Megatron's forward up to core attention."""
             output, bias = linear_qkv.repeat()
-            _, again = follow(output, _Flatten(), linear_qkv=Return(output, bias), linear_proj=Return())
+            first = Function(lambda query, *_, **__: query.flatten(2))  # in the shape of core attention's output
+            _, again = follow(output, first, linear_qkv=Return(output, bias), linear_proj=Return())
             return list(itertools.compress((output, *again), is_own))
 
         if made := list(itertools.compress((projected, *inputs), is_own)):
@@ -484,10 +483,3 @@ class _Watched(torch.nn.Module):
                 "and k have norms"
             )
         return inputs
-
-
-class _Flatten(torch.nn.Module):
-    """A core attention that returns its queries, in the shape of its output."""
-
-    def forward(self, query: Tensor, *_: Any, **__: Any) -> Tensor:
-        return query.flatten(2)

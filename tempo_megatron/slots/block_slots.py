@@ -15,6 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import (
@@ -36,7 +37,7 @@ from tempo_megatron.slots.mlp import (
     TempoTiledMLP,
     TiledMLP,
 )
-from tempo_megatron.slots.norm import TempoLayerNorm, TempoRecomputeLayerNorm, TempoRecomputeRMSNorm, TempoRMSNorm
+from tempo_megatron.slots.norm import TempoNorm, TempoRecomputeNorm
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
 
 ATTENTIONS = ("self_attention", "cross_attention")
@@ -46,12 +47,14 @@ BUILT_NAMES = {"layer_norm": "final_layernorm"}
 _HYBRID_NORM = "final_norm"
 # Norms inside of an attention: of queries and keys, and of what latent attention compresses.
 INNER_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
+# Those of a layer of multi-token prediction, around the layer inside.
+_PREDICTION_NORMS = ("enorm", "hnorm", "layer_norm", "final_layernorm")
 
 CLASSES: dict[tuple[str, str], tuple[Any, ...]] = {
     ("activation", "inplace"): (TempoMLP,),
     ("activation", "recompute"): (TempoRecomputeMLP, KeepsActivationInput),
-    ("norm", "inplace"): (TempoLayerNorm, TempoRMSNorm),
-    ("norm", "recompute"): (TempoRecomputeLayerNorm, TempoRecomputeRMSNorm),
+    ("norm", "inplace"): (TempoNorm,),
+    ("norm", "recompute"): (TempoRecomputeNorm,),
     ("dropout", "recompute"): (tempo_bias_dropout_add,),
     ("attention", "flash"): (TempoDotProductAttention,),
     ("attention", "softmax"): (TempoSoftmaxDotProductAttention,),
@@ -126,15 +129,18 @@ class Slot:
     """A place of a block that holds an operation and is not empty."""
 
     operation: str
-    layer: int | None
-    """Index in the block; None for the block's own norm."""
-
     name: str
     """In the layer: `mlp`, `self_attention.q_layernorm`."""
 
     content: Any
     holder: Any = None
     """The attention or MLP that contains the slot."""
+
+    layer: int | None = None
+    """The layer's number in the whole model, from 0; None for a block's own norm, and in multi-token prediction."""
+
+    where: str = ""
+    """As in checkpoint keys: `decoder.layers.3`; `decoder` for what the block has once."""
 
     @property
     def is_tempo(self) -> bool:
@@ -146,27 +152,38 @@ class Slot:
         """The value of the operation's switch that puts such a module here; "off" for a module that is not Tempo's."""
         return get_value(self.operation, find_class(self.content))
 
+    def get_values(self, tempo_config: TempoConfig) -> TempoConfig:
+        """What `tempo_config` says for its layer."""
+        return tempo_config if self.layer is None else tempo_config.for_layer(self.layer, self.where.split(".")[0])
 
-def list_slots(block: TransformerBlockSubmodules | torch.nn.Module) -> Iterator[Slot]:
+
+def list_slots(block: Any, spec: Any = None) -> Iterator[Slot]:
     """Each slot of a block, built or as a spec, whose operation Tempo knows, in the order of the layers.
 
     A slot that a layer leaves empty (no cross attention, an attention or MLP that is left out) is not there.
+
+    spec: the spec that says which layers these are; by default the block itself.
     """
-    is_built = isinstance(block, torch.nn.Module)
+    spec, is_built = spec or block, isinstance(block, torch.nn.Module)
+    predicts = isinstance(spec, MultiTokenPredictionBlockSubmodules)
+    stack = "mtp" if predicts else getattr(spec, "stack", Stack.DECODER).name.lower()
     layers: Any = getattr(block, "layers" if is_built else "layer_specs")
-    for index, layer in enumerate(layers or []):
+    for number, layer in enumerate(layers or [], getattr(spec, "first_layer", 0)):
         for slot in list_layer_slots(layer):
-            yield dataclasses.replace(slot, layer=index)
-    for name in OPERATIONS["norm"].block_slots:
+            where = f"{stack}.layers.{number}"
+            yield dataclasses.replace(slot, layer=None if predicts else number, where=where)
+    for name in () if predicts else OPERATIONS["norm"].block_slots:
         places = {name: BUILT_NAMES[name], _HYBRID_NORM: _HYBRID_NORM} if is_built else {name: name}
         for known_as, attribute in places.items():
             if is_there(norm := getattr(block, attribute, None)):
-                yield Slot(operation="norm", layer=None, name=known_as, content=norm)
+                yield Slot(operation="norm", name=known_as, content=norm, where=stack)
 
 
 def list_layer_slots(layer: Any) -> Iterator[Slot]:
     """Each slot of one layer, or of its spec; see `list_slots`."""
     submodules = find_submodules(layer)
+    if inner := find_inner_layer(submodules):
+        yield from list_layer_slots(inner)
     for operation in OPERATIONS.values():
         for path in operation.slots:
             holder_name, _, name = path.rpartition(".")
@@ -175,29 +192,25 @@ def list_layer_slots(layer: Any) -> Iterator[Slot]:
             if operation.name == "activation" and is_mixture(content):
                 for name in ("experts", "shared_experts"):
                     if is_there(inner := getattr(find_submodules(content), name, None)):
-                        where = f"{path}.{name}"
-                        yield Slot(operation="activation", layer=None, name=where, content=inner, holder=content)
+                        yield Slot(operation="activation", name=f"{path}.{name}", content=inner, holder=content)
             elif is_there(content) and (operation.name != "moe_permute" or is_mixture(content)):
-                yield Slot(operation=operation.name, layer=None, name=path, content=content, holder=holder)
+                yield Slot(operation=operation.name, name=path, content=content, holder=holder)
     for holder_name in (*ATTENTIONS, "mlp", "mixer"):
         holder = getattr(submodules, holder_name, None)
         for name, content in list_fields(find_submodules(holder)).items():
-            is_norm = name in INNER_NORMS or te.is_norm_and_linear(content)
-            if is_norm and is_there(content):
-                path = f"{holder_name}.{name}"
-                yield Slot(operation="norm", layer=None, name=path, content=content, holder=holder)
+            if is_there(content) and (name in INNER_NORMS or te.is_norm_and_linear(content)):
+                yield Slot(operation="norm", name=f"{holder_name}.{name}", content=content, holder=holder)
+    for name in _PREDICTION_NORMS:
+        if is_there(norm := getattr(submodules, name, None)):
+            yield Slot(operation="norm", name=name, content=norm)
 
 
 def hides_the_future(spec: TransformerBlockSubmodules) -> bool:
     """Whether every attention of a block is Tempo's and causal by its type, so that it needs no mask for that."""
-    attentions: list[Any] = [
-        attention
-        for layer in spec.layer_specs or []
-        for name in ATTENTIONS
-        if is_there(attention := getattr(layer.submodules, name, None))
-    ]
+    layers: Any = spec.layer_specs or []
+    attentions: list[Any] = [getattr(layer.submodules, name, None) for layer in layers for name in ATTENTIONS]
     return all(
         get_value("attention", find_class(getattr(attention.submodules, "core_attention", None))) != "off"
         and getattr(attention, "params", {}).get("attn_mask_type") is AttnMaskType.causal
-        for attention in attentions
+        for attention in filter(is_there, attentions)
     )

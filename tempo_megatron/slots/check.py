@@ -45,7 +45,7 @@ from tempo_megatron.settings.operations import OPERATIONS, STACKS
 from tempo_megatron.slots.attention import TempoDotProductAttention
 from tempo_megatron.slots.block_slots import TempoBlockSubmodules, list_layer_slots
 from tempo_megatron.slots.layer_spec import tempoize_layer
-from tempo_megatron.slots.slot_content import find_class, find_submodules
+from tempo_megatron.slots.slot_content import find_class
 
 NUM_TOKENS = 64
 _SLACK = 4
@@ -95,16 +95,13 @@ class LayerChecks:
             spec = getattr(block, "submodules", None)
             if not isinstance(spec, TempoBlockSubmodules) or spec.stock_layers is None:
                 continue
+            obstacle = _find_obstacle(block.config)
             for place, layer in enumerate(block.layers):
-                check = _Check(self, block, spec, place, layer)
-                if (kind := check.get_kind()) in self._known:
-                    continue
-                self._known.add(kind)
-                # Before the model's forward where none of a layer's can be compared, and once for each reason.
-                check.obstacle = _find_obstacle(layer.config)
-                if check.obstacle is None or check.obstacle not in self._known:
-                    self._known.add(check.obstacle)
-                    module = layer if check.obstacle is None else model
+                check = _Check(self, block, spec, place, layer, obstacle)
+                if (kind := check.get_kind()) not in self._known:
+                    self._known.add(kind)
+                    # Before the model's forward where no layer can be compared: perhaps a layer's hooks do not run.
+                    module = layer if obstacle is None else model
                     check.handle = module.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
 
 
@@ -123,6 +120,10 @@ def _find_obstacle(config: Any) -> str | None:
     return None
 
 
+class _DifferenceError(Exception):
+    """A layer differs from Megatron's own."""
+
+
 @dataclasses.dataclass
 class _Check:
     """The comparison of one layer, as the hook before its forward."""
@@ -132,11 +133,15 @@ class _Check:
     spec: TempoBlockSubmodules
     place: int
     layer: Any
-    obstacle: str | None = None
+    obstacle: str | None
+    """Why it is not done."""
+
     handle: Any = None
-    # The layer's, for its first tokens; and the logits of stock's routers by their names.
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The layer's, for the tokens that are compared."""
+
     held: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """The logits of stock's routers by their names."""
 
     def __post_init__(self) -> None:
         assert self.spec.choices is not None
@@ -150,38 +155,39 @@ class _Check:
         self.name = f"{stack}.layers.{self.layer.layer_number - 1}{stage}"
 
     def get_kind(self) -> Any:
-        """What layers that one comparison stands for have in common; None where nothing is Tempo's."""
-        slots = [(slot.operation, slot.name, slot.value) for slot in self.slots]
+        """What layers that one comparison, or one obstacle, stands for have in common; None if nothing is Tempo's."""
+        slots = tuple((slot.operation, slot.name, slot.value) for slot in self.slots)
         # A bias-dropout-add is a function of its own in each layer.
-        replaced = [find_class(slot.content) for slot in list_layer_slots(self.stock) if slot.operation != "dropout"]
-        return (tuple(slots), tuple(replaced)) if slots else None
+        stock = [find_class(slot.content) for slot in list_layer_slots(self.stock) if slot.operation != "dropout"]
+        return (self.obstacle or (slots, tuple(stock))) if slots else None
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not module.training:
             return
         self.handle.remove()
-        line, refusal = f"not checked: {self.obstacle}", None
+        line = f"not checked: {self.obstacle}"
         try:
             if self.obstacle is None:
-                with _leave_as_it_was(kwargs.get("hidden_states", args[0] if args else None)):
-                    line, refusal = self._compare({**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs})
+                given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+                with _leave_as_it_was(given["hidden_states"]):
+                    line = self._compare(given)
+        except _DifferenceError as difference:
+            raise self.checks.refuse(str(difference)) from None
         except Exception as error:
             # Whatever Megatron's own layer cannot do here, or this comparison, the run may do well without.
             line = f"not checked: {self.name}: {type(error).__name__}: {first_line(error)}"
-        if refusal is not None:
-            raise self.checks.refuse(refusal)
         self.checks.say(line)
 
-    def _compare(self, given: Mapping[str, Any]) -> tuple[str, str | None]:
-        """(The line to say, and what to raise instead where the layer differs)."""
+    def _compare(self, given: Mapping[str, Any]) -> str:
+        """The line to say; raises _DifferenceError where the layer does."""
         if reason := _get_partition(self.layer):
-            return f"not checked: {self.name}: {reason}", None
+            return f"not checked: {self.name}: {reason}"
         self.arguments, num_tokens = _cut(given, self.layer.config)
         # Megatron's wrapper around torch's norm refuses sequence parallelism; torch's norm itself takes its place.
         stock_spec = self._make_spec([]) if self.layer.config.sequence_parallel else self.stock
         stock = self._run(stock_spec)
         if wrong := [key for key, tensor in stock.items() if not tensor.isfinite().all()]:
-            return f"not checked: {self.name}: stock's {wrong[0]} is not finite", None
+            return f"not checked: {self.name}: stock's {wrong[0]} is not finite"
         floor = _compute_floor(self.layer, self.arguments["hidden_states"], self.values)
         ours = _compute_errors(self._run(self.ours), stock)
         bounds = dict.fromkeys(stock, floor)
@@ -190,17 +196,16 @@ class _Check:
             bounds = {key: max(floor, _SLACK * changes[key]) for key in stock}
         if self._exceeds(ours, bounds):
             worst = max(stock, key=lambda key: ours[key] / bounds[key])
-            return "", (
+            raise _DifferenceError(
                 f"at dropout 0 {worst} of {self.name} differs from stock's by {ours[worst]:.1e} of its size (bound "
                 f"{bounds[worst]:.0e}) on the first {num_tokens} tokens, {self._name_operations(stock, bounds)}"
             )
-        firm = [key for key in stock if bounds[key] == floor]
+        firm = [ours[key] for key in stock if bounds[key] == floor]
         loose = f", {len(stock) - len(firm)} of them within what a rounding changes" if len(firm) < len(stock) else ""
         return (
             f"checked: output and {len(stock) - 1} gradients of {self.name} equal stock's within "
-            f"{max((ours[key] for key in firm), default=0.0):.0e} (bound {floor:.0e}){loose} on {num_tokens} tokens at "
-            "dropout 0"
-        ), None
+            f"{max(firm, default=0.0):.0e} (bound {floor:.0e}){loose} on {num_tokens} tokens at dropout 0"
+        )
 
     def _make_spec(self, on: list[str]) -> ModuleSpec:
         """The layer's spec with these operations only."""
@@ -239,28 +244,24 @@ class _Check:
         if change is not None:
             for parameter in made.parameters():
                 parameter.data = change(parameter.data)
-            given |= {name: change(given[name]) for name in _INPUTS if isinstance(given.get(name), Tensor)}
-        if given.get("attention_mask") is None and _needs_mask(spec):
+        if given.get("attention_mask") is None and _needs_mask(made):
             x = given["hidden_states"]
             length = x.size(0) * _count_parts(self.layer.config)
             given["attention_mask"] = torch.ones(1, 1, length, length, dtype=torch.bool, device=x.device).triu(1)
-        inputs = {
-            name: given[name].detach().clone().requires_grad_()
-            for name in _INPUTS
-            if isinstance(given.get(name), Tensor)
-        }
-        leaves = {f"the gradient of {name}": each for name, each in inputs.items()}
+        leaves = {}
+        for name in _INPUTS:
+            if isinstance(x := given.get(name), Tensor):
+                given[name] = (x if change is None else change(x)).detach().clone().requires_grad_()
+                leaves[f"the gradient of {name}"] = given[name]
         weights = made.state_dict(keep_vars=True).items()
         leaves |= {f"the gradient of {name}": each for name, each in weights if getattr(each, "requires_grad", False)}
         _hold_routers(made, self.held)
-        found = made(**{**given, **inputs})
+        found = made(**given)
         output: Tensor = found[0] if isinstance(found, tuple) else found
         generator = torch.Generator("cpu").manual_seed(0)
         grad = torch.randn(output.shape, generator=generator, dtype=torch.float32, device="cpu").to(output)
-        grads = torch.autograd.grad(output, list(leaves.values()), grad, allow_unused=True)
-        pairs = zip(leaves.items(), grads, strict=True)
-        filled = {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in pairs}
-        return {"the output": output.detach(), **filled}
+        grads = torch.autograd.grad(output, list(leaves.values()), grad, materialize_grads=True)
+        return {"the output": output.detach(), **dict(zip(leaves, grads, strict=True))}
 
     def _exceeds(self, errors: _Errors, bounds: Mapping[str, float]) -> bool:
         """Whether a tensor is beyond its bound, on any of the ranks that compute the layer with this one."""
@@ -344,13 +345,11 @@ def _list_groups(config: Any) -> list[Any]:
     return [group for group in groups if dist.get_world_size(group) > 1]
 
 
-def _needs_mask(spec: ModuleSpec) -> bool:
+def _needs_mask(layer: Any) -> bool:
     """Whether core attention is Megatron's own and would make a causal mask, which it does on a GPU only."""
-    attention: Any = getattr(spec.submodules, "self_attention", None)
-    core = find_class(getattr(find_submodules(attention), "core_attention", None))
-    is_local = isinstance(core, type) and issubclass(core, DotProductAttention)
-    is_causal = getattr(attention, "params", {}).get("attn_mask_type") is AttnMaskType.causal
-    return is_local and is_causal and not issubclass(core, TempoDotProductAttention)
+    core: Any = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+    is_stock = isinstance(core, DotProductAttention) and not isinstance(core, TempoDotProductAttention)
+    return is_stock and core.attn_mask_type is AttnMaskType.causal
 
 
 def _count_parts(config: Any) -> int:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -56,16 +57,15 @@ _NO_OBSTACLES: Obstacles = {}
 
 def find_refusal(operation: str, value: str, transformer_config: TransformerConfig) -> Refusal | None:
     """Why tempo.`operation` cannot be `value` in a model of `transformer_config`; None where it can."""
-    refusals = _list_refusals(operation, value, transformer_config) if value != "off" else iter(())
+    if value == "off":
+        return None
+    refusals = _list_refusals(operation, value, transformer_config)
     found = next((refusal for refusal in refusals if refusal is not None), None)
     return Refusal(found) if isinstance(found, str) else found
 
 
 def refuse_written(
-    transformer_config: TransformerConfig,
-    tempo_config: TempoConfig,
-    operations: Iterable[str] = tuple(OPERATIONS),
-    obstacles: Obstacles = _NO_OBSTACLES,
+    transformer_config: TransformerConfig, tempo_config: TempoConfig, obstacles: Obstacles = _NO_OBSTACLES
 ) -> None:
     """Raise ValueError, one sentence, where a value that is not "auto" cannot be had.
 
@@ -77,27 +77,21 @@ def refuse_written(
         both = find_refusal(name, value, transformer_config), None if value == "off" else obstacles.get(name)
         return next((refusal for refusal in both if refusal is not None and not refusal.is_for_auto), None)
 
-    written = [
-        (name, where, find(name, value))
-        for name in operations
+    refused = [
+        (name, where, refusal)
+        for name in OPERATIONS
         for where, value in tempo_config.list_values(name)
-        if value != "auto"
+        if value != "auto" and (refusal := find(name, value)) is not None
     ]
-    first = next((refusal for *_, refusal in written if refusal is not None), None)
-    if first is None:
+    if not refused:
         return
-    refused = [(name, where) for name, where, refusal in written if refusal == first]
-    can_be = [
-        value
-        for value in OPERATIONS[refused[0][0]].choices
-        if value != "auto" and all(find(name, value) is None for name, _ in refused)
-    ]
+    first = refused[0][2]
+    names, places = zip(*((name, where) for name, where, refusal in refused if refusal == first), strict=True)
     # "off" is always possible and reads best at the end.
-    values = " or ".join(f'"{value}"' for value in sorted(can_be, key=lambda value: value == "off"))
+    values = [value for value in (*OPERATIONS[names[0]].keeps, "off") if not any(find(name, value) for name in names)]
     remedy = f"{first.remedy}, or " if first.remedy else ""
-    *others, last = (where for _, where in refused)
-    places = f"{', '.join(others)} and {last}" if others else last
-    raise ValueError(f"{first.reason}; {remedy}set {places} to {values}")
+    where = " and ".join(filter(None, (", ".join(places[:-1]), places[-1])))
+    raise ValueError(f"{first.reason}; {remedy}set {where} to " + " or ".join(f'"{value}"' for value in values))
 
 
 def _refuse_recomputation(transformer_config: TransformerConfig) -> None:
@@ -122,7 +116,7 @@ def _list_refusals(operation: str, value: str, config: TransformerConfig) -> Ite
             remedy="use bf16 or fp16 parameters",
         )
     if is_quantised(config):
-        yield _find_quantised_refusal(config, operation, value)
+        yield _find_quantised_refusal(operation, value, config)
     if {"dropout": config.hidden_dropout, "attention": config.attention_dropout}.get(operation):
         if getattr(config, "hybrid_context_parallel", False):
             yield (
@@ -171,7 +165,7 @@ def _list_refusals(operation: str, value: str, config: TransformerConfig) -> Ite
                 yield "defer_embedding_wgrad_compute is on, which keeps the logits' gradient"
 
 
-def _find_quantised_refusal(transformer_config: TransformerConfig, operation: str, value: str) -> Refusal | str | None:
+def _find_quantised_refusal(operation: str, value: str, config: TransformerConfig) -> Refusal | str | None:
     """Why fp8 or fp4 stands against an operation that depends on what a layer's linears keep, or runs a linear again.
 
     A linear keeps a quantised copy of its input, one byte per element in fp8, whatever the module before it keeps. So
@@ -181,10 +175,7 @@ def _find_quantised_refusal(transformer_config: TransformerConfig, operation: st
     The other operations work: between linears tensors have 16 bits (bias-dropout-add, and core attention unless it is
     quantised too), and the output layer is in no layer.
     """
-    if not is_quantised(transformer_config):
-        return None
-    quantises_again = bool(transformer_config.fp8) and transformer_config.fp8_recipe in _QUANTISED_AGAIN
-    if operation in ("activation", "norm") and quantises_again:
+    if operation in ("activation", "norm") and config.fp8 and config.fp8_recipe in _QUANTISED_AGAIN:
         return Refusal(
             'fp8 is on, whose linears keep quantised copies, so that "recompute" saves nothing, and for "inplace" they '
             "quantise once more in backward",
@@ -194,9 +185,10 @@ def _find_quantised_refusal(transformer_config: TransformerConfig, operation: st
         return "fp8 or fp4 is on, whose linears keep quantised copies, so that keeping outputs saves nothing"
     if operation in ("linear_fc1", "linear_qkv"):
         return "fp8 or fp4 is on, in which Tempo does not run a linear again"
-    quantised = (name for name in ("fp8_dot_product_attention", "fp8_multi_head_attention") if operation == "attention")
-    name = next((name for name in quantised if getattr(transformer_config, name, False)), None)
-    return None if name is None else f"{name} is on, and Tempo's attention computes in 16 bits"
+    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+        if operation == "attention" and getattr(config, name, False):
+            return f"{name} is on, and Tempo's attention computes in 16 bits"
+    return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,17 +238,20 @@ def choose(
         off = tempo_config.fill_auto(dict.fromkeys(OPERATIONS, "off"))
         return Choices(config=off, written=tempo_config, reasons={})
     _refuse_recomputation(transformer_config)
-    refuse_written(transformer_config, tempo_config, obstacles=obstacles)
-    taken = {
-        name: _take_preferred(name, transformer_config, obstacles)
-        for name in OPERATIONS
-        if "auto" in tempo_config.values_of(name)
-    }
-    return Choices(
-        config=tempo_config.fill_auto({name: value for name, (value, _) in taken.items()}),
-        written=tempo_config,
-        reasons={name: reason for name, (_, reason) in taken.items() if reason is not None},
-    )
+    refuse_written(transformer_config, tempo_config, obstacles)
+    values, reasons = {}, {}
+    for name, operation in OPERATIONS.items():
+        if "auto" not in tempo_config.values_of(name):
+            continue
+        found = {value: find_refusal(name, value, transformer_config) for value in operation.preference}
+        values[name] = next(value for value, refusal in found.items() if refusal is None)
+        refusals = [refusal.reason for refusal in itertools.takewhile(bool, found.values()) if refusal]
+        if values[name] != "off" and name in obstacles:
+            values[name], refusals = "off", [obstacles[name].reason]
+        if refusals:
+            # Two values may be refused for one reason.
+            reasons[name] = "; and ".join(dict.fromkeys(refusals))
+    return Choices(config=tempo_config.fill_auto(values), written=tempo_config, reasons=reasons)
 
 
 def choose_operation(
@@ -267,22 +262,7 @@ def choose_operation(
 
     Raises ValueError where a written value cannot be had.
     """
-    refuse_written(transformer_config, tempo_config, [name])
-    written: str = getattr(tempo_config, name)
-    return _take_preferred(name, transformer_config) if written == "auto" else (written, None)
-
-
-def _take_preferred(
-    name: str, transformer_config: TransformerConfig, obstacles: Obstacles = _NO_OBSTACLES
-) -> tuple[str, str | None]:
-    """What "auto" is for one operation, and why it is not its first choice (None where it is)."""
-    reasons = []
-    for value in OPERATIONS[name].preference:
-        refusal = find_refusal(name, value, transformer_config)
-        if refusal is None:
-            break
-        reasons.append(refusal.reason)
-    if value != "off" and name in obstacles:
-        return "off", obstacles[name].reason
-    # Two values may be refused for one reason.
-    return value, "; and ".join(dict.fromkeys(reasons)) or None
+    others: Any = dict.fromkeys(OPERATIONS.keys() - {name}, "off")
+    layers = {key: {name: values[name]} for key, values in tempo_config.layers.items() if name in values}
+    choices = choose(transformer_config, dataclasses.replace(tempo_config, **others, layers=layers))
+    return getattr(choices.config, name), choices.reasons.get(name)

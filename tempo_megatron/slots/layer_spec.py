@@ -19,7 +19,6 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
@@ -35,6 +34,7 @@ from tempo_megatron.settings.operations import OPERATIONS, keeps_copies
 from tempo_megatron.slots import hybrid
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import (
+    CAUSAL,
     LatentSelfAttention,
     TempoMLASelfAttention,
     TempoNormedSelfAttention,
@@ -56,13 +56,9 @@ from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Site, Stack
 from tempo_megatron.slots.experts import TempoRoutedMoELayer, is_mixture, replace_experts
 from tempo_megatron.slots.linear import TempoColumnParallelLinear, TempoRowParallelLinear
-from tempo_megatron.slots.norm import TorchLayerNorm, TorchRMSNorm
+from tempo_megatron.slots.norm import NORMALIZATIONS, TorchNorm
 from tempo_megatron.slots.slot_content import change_slot, find_class, find_submodules, is_there, list_fields
 
-_EXPECTED_SPEC = (
-    "expected a spec of TransformerLayer, or TransformerBlockSubmodules of such layers, as GPTModel, BertModel and "
-    "T5Model take, or tempoize_hybrid for the spec of a HybridModel; leave Tempo off for other layers"
-)
 _NORM_SLOTS = OPERATIONS["norm"].slots
 # Linears whose input is a norm's output that no other module reads.
 _LINEARS_AFTER_NORMS = ("linear_qkv", "linear_q", "linear_fc1")
@@ -94,14 +90,18 @@ def tempo_block_spec(
             f"experimental_attention_variant is {variant}; expected none, as Megatron has no local spec for it; "
             "give the spec that Megatron makes of it to tempoize"
         )
-    config: Any = transformer_config
-    if getattr(config, "heterogeneous_block_specs", False):
-        spec = get_gpt_heterogeneous_layer_spec(config, use_te=False, vp_stage=vp_stage)
+    if getattr(transformer_config, "heterogeneous_block_specs", False):
+        spec = get_gpt_heterogeneous_layer_spec(transformer_config, use_te=False, vp_stage=vp_stage)
     else:
-        norms = {"normalization": config.normalization, "qk_l2_norm": getattr(config, "qk_l2_norm", False)}
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage, **norms)
+        spec = get_stock_block_spec(transformer_config, use_transformer_engine=False, vp_stage=vp_stage)
     made: TempoBlockSubmodules = tempoize(spec, transformer_config, tempo_config, vp_stage=vp_stage)
     return made
+
+
+def get_stock_block_spec(config: Any, **others: Any) -> Any:
+    """Megatron's decoder block of a GPT with the norms of `config`."""
+    norms = {"normalization": config.normalization, "qk_l2_norm": getattr(config, "qk_l2_norm", False)}
+    return get_gpt_decoder_block_spec(config, **norms, **others)
 
 
 def tempoize(
@@ -206,8 +206,8 @@ def _tempoize_prediction(
     choices = _choose_for_layers(inner_layers, transformer_config, tempo_config, obstacles)
     config = dataclasses.replace(choices.config, layers={})
     values = _Values(transformer_config, config)
-    copied = (
-        values if config.norm == "off" else _Values(transformer_config, dataclasses.replace(config, norm="recompute"))
+    copied = _Values(
+        transformer_config, config if config.norm == "off" else dataclasses.replace(config, norm="recompute")
     )
     made = []
     for depth, (layer, inner) in enumerate(zip(layers, inner_layers, strict=True), 1):
@@ -278,19 +278,16 @@ def tempoize_hybrid(
 def _refuse_other_values(block: TempoBlockSubmodules, tempo_config: TempoConfig) -> None:
     """Raise ValueError where the given spec already held a module of Tempo's that belongs to another value than
     `tempo_config` has. Only Megatron's modules are replaced."""
-    stack = block.stack.name.lower()
     for slot in list_slots(block):
-        layer = None if slot.layer is None else block.first_layer + slot.layer
-        values = tempo_config if layer is None else tempo_config.for_layer(layer, stack)
+        values = slot.get_values(tempo_config)
         asked = getattr(values, slot.operation)
         # If the first linear runs again, any activation has its input at hand.
         is_free = slot.operation == "activation" and asked != "off" and ("linear_fc1", values.linear_fc1) in CLASSES
         if slot.value not in ("off", asked) and not is_free:
-            where = stack if layer is None else f"{stack}.layers.{layer}"
             raise ValueError(
-                f"{slot.name} of {where} holds {find_class(slot.content).__name__} already, by tempo.{slot.operation} "
-                f'"{slot.value}", and now "{asked}" is asked for; give a spec without Tempo\'s modules (leave --spec '
-                f'out), or set tempo.{slot.operation} to "{slot.value}"'
+                f"{slot.name} of {slot.where} holds {find_class(slot.content).__name__} already, by "
+                f'tempo.{slot.operation} "{slot.value}", and now "{asked}" is asked for; give a spec without Tempo\'s '
+                f'modules (leave --spec out), or set tempo.{slot.operation} to "{slot.value}"'
             )
 
 
@@ -301,7 +298,11 @@ def _make_block(spec: Any, transformer_config: TransformerConfig, vp_stage: int 
     for layer in layer_specs:
         if not isinstance(getattr(layer, "submodules", None), TransformerLayerSubmodules):
             found = layer.module if isinstance(layer, ModuleSpec) else type(layer)
-            raise ValueError(f"the spec is one of {getattr(found, '__name__', found)}; {_EXPECTED_SPEC}")
+            raise ValueError(
+                f"the spec is one of {getattr(found, '__name__', found)}; expected a spec of TransformerLayer, or "
+                "TransformerBlockSubmodules of such layers, as GPTModel, BertModel and T5Model take, or "
+                "tempoize_hybrid for the spec of a HybridModel; leave Tempo off for other layers"
+            )
         if "tempo_config" in getattr(layer, "params", {}):
             raise ValueError(
                 f"the spec is one of {layer.module.__name__}, whose layers choose Tempo's modules by themselves; "
@@ -318,16 +319,12 @@ def _make_block(spec: Any, transformer_config: TransformerConfig, vp_stage: int 
 
 
 def _get_stack(layer_specs: list[ModuleSpec]) -> Stack:
-    masks = set()
-    for layer in layer_specs:
-        slots: Any = layer.submodules
-        if is_there(slots.cross_attention):
-            return Stack.DECODER
-        masks.add(getattr(slots.self_attention, "params", {}).get("attn_mask_type"))
+    submodules: list[Any] = [layer.submodules for layer in layer_specs]
+    masks = {getattr(slots.self_attention, "params", {}).get("attn_mask_type") for slots in submodules} - {None}
+    has_cross_attention = any(is_there(slots.cross_attention) for slots in submodules)
     # Layers without attention, or without a mask type, may belong to any block. A block of these alone is a decoder.
-    masks.discard(None)
-    is_causal = bool(masks & {AttnMaskType.causal, AttnMaskType.padding_causal})
-    return Stack.ENCODER if masks and not is_causal else Stack.DECODER
+    is_decoder = has_cross_attention or not masks or bool(masks & set(CAUSAL))
+    return Stack.DECODER if is_decoder else Stack.ENCODER
 
 
 def tempoize_layer(
@@ -372,12 +369,9 @@ class _Values:
         stock = (FusedLayerNorm, WrappedTorchNorm, transformer_block.LayerNormImpl)
         if slot not in stock and not te.is_residual_norm(slot, self.config):
             return slot
-        normalization = self.config.normalization
-        found = CLASSES.get(("norm", self.tempo.norm), ())
-        tempo_norm = te.replace_norm(slot, next((norm for norm in found if norm.normalization == normalization), None))
-        if tempo_norm is not None or slot is not WrappedTorchNorm:
-            return tempo_norm or slot
-        return {"LayerNorm": TorchLayerNorm, "RMSNorm": TorchRMSNorm}.get(normalization, slot)
+        if norms := CLASSES.get(("norm", self.tempo.norm)):
+            return te.replace_norm(slot, norms[0])
+        return TorchNorm if slot is WrappedTorchNorm and self.config.normalization in NORMALIZATIONS else slot
 
     def replace_linears(self, submodules: Any, after_norms: tuple[str, ...] = _LINEARS_AFTER_NORMS) -> dict[str, Any]:
         """Replacements for the linears whose input a norm or attention can recompute: Tempo's linears drop it after
@@ -406,26 +400,27 @@ class _Values:
             module = TempoMLASelfAttention if self.tempo.norm == "recompute" else LatentSelfAttention
             # Megatron's recomputation of the up projections begins with the norms' outputs, and so keeps them.
             after_norms = () if recomputes_latent_projections(self.config) else _LATENT_LINEARS_AFTER_NORMS
-        changes = self.replace_linears(submodules, after_norms)
-        is_plain = module in (SelfAttention, TempoRotarySelfAttention)
-        drops_projection = is_plain and self.tempo.linear_qkv == "recompute"
         fields = list_fields(submodules)
         norms = {name: self.replace_norm(fields[name]) for name in INNER_NORMS if name in fields}
-        stock_attention = fields.get("core_attention")
-        is_te = te.is_attention(stock_attention, getattr(slot, "params", {}))
-        if self.tempo.attention != "off" and (stock_attention is DotProductAttention or is_te):
+        changes = self.replace_linears(submodules, after_norms) | norms
+        is_plain = module in (SelfAttention, TempoRotarySelfAttention)
+        drops_projection = is_plain and self.tempo.linear_qkv == "recompute"
+        core = fields.get("core_attention")
+        is_te = te.is_attention(core, getattr(slot, "params", {}))
+        has_tempo = self.tempo.attention != "off" and (core is DotProductAttention or is_te)
+        if has_tempo:
             # The norms of latent attention are in front of the projections.
-            keeps = [] if is_latent else [getattr(n, "keep", "recompute") for n in norms.values() if is_there(n)]
-            core_attention = (te.CLASSES if is_te else CLASSES)["attention", self.tempo.attention][0]
+            keeps = () if is_latent else [getattr(n, "keep", "recompute") for n in norms.values() if is_there(n)]
+            cls = (te.CLASSES if is_te else CLASSES)["attention", self.tempo.attention][0]
             pins = {"has_pinned_projection": drops_projection or "recompute" in keeps}
-            changes["core_attention"] = ModuleSpec(core_attention, params | pins)
+            changes["core_attention"] = ModuleSpec(cls, params | pins)
+        elif drops_projection:
+            _refuse_kept_operands(core, self.config)
         if drops_projection:
-            _refuse_kept_operands(stock_attention, self.config, "core_attention" in changes)
             module = CLASSES["linear_qkv", "recompute"][0]
-        elif is_plain and "core_attention" in changes:
+        elif is_plain and has_tempo:
             are_recomputed = any(getattr(norm, "keep", "") == "recompute" for norm in norms.values())
             module = TempoNormedSelfAttention if are_recomputed else TempoRotarySelfAttention
-        changes |= norms
         return slot if module is find_class(slot) and not changes else change_slot(slot, module, **changes)
 
     def replace_mlp(self, slot: Any) -> Any:
@@ -460,18 +455,16 @@ class _Values:
         return change_slot(slot, module, **changes)
 
 
-def _refuse_kept_operands(core_attention: Any, transformer_config: TransformerConfig, is_tempo: bool) -> None:
-    """Raise ValueError where core attention keeps copies of q, k and v, so that running the projection again would save
-    nothing. Core attention that Megatron recomputes keeps no copies."""
-    config = transformer_config
+def _refuse_kept_operands(core_attention: Any, config: TransformerConfig) -> None:
+    """Raise ValueError where a core attention that is not Tempo's keeps copies of q, k and v, so that running the
+    projection again would save nothing. Core attention that Megatron recomputes keeps no copies."""
     is_recomputed = config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or ())
     is_grouped = config.num_query_groups not in (None, config.num_attention_heads)
     is_megatrons = core_attention is DotProductAttention
-    if is_tempo or is_recomputed or not keeps_copies(is_megatrons=is_megatrons, is_grouped=is_grouped):
-        return
-    name = getattr(find_class(core_attention), "__name__", core_attention)
-    raise ValueError(
-        f'tempo.linear_qkv is "recompute" in a layer whose core attention is {name}, which may keep copies of q, k and '
-        "v; expected Tempo's attention, or one that Megatron recomputes (core_attn); set tempo.attention to "
-        '"flash", or tempo.linear_qkv to "off"'
-    )
+    if not is_recomputed and keeps_copies(is_megatrons=is_megatrons, is_grouped=is_grouped):
+        name = getattr(find_class(core_attention), "__name__", core_attention)
+        raise ValueError(
+            f'tempo.linear_qkv is "recompute" in a layer whose core attention is {name}, which may keep copies of q, k '
+            "and v; expected Tempo's attention, or one that Megatron recomputes (core_attn); set tempo.attention to "
+            '"flash", or tempo.linear_qkv to "off"'
+        )

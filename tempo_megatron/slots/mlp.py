@@ -43,16 +43,13 @@ FUNCTIONS: dict[str, Any] = {
 def name_activation(config: TransformerConfig) -> str | None:
     """The MLP's activation, by its name in the table; None where the table has none such."""
     # Clamps and offsets of a gated unit are formulas of their own.
-    is_plain = getattr(config, "activation_func_clamp_value", None) is None
-    is_plain &= getattr(config, "glu_linear_offset", 0.0) == 0.0
-    if config.gated_linear_unit and not is_plain:
-        return None
-    found = (
-        name
-        for name, activation in ACTIVATIONS.items()
-        if activation.is_gated == config.gated_linear_unit and FUNCTIONS[activation.formula] is config.activation_func
-    )
-    return next(found, None)
+    clamp, offset = getattr(config, "activation_func_clamp_value", None), getattr(config, "glu_linear_offset", 0.0)
+    is_plain = not config.gated_linear_unit or (clamp is None and offset == 0.0)
+    for name, activation in ACTIVATIONS.items():
+        has_formula = FUNCTIONS[activation.formula] is config.activation_func
+        if is_plain and has_formula and activation.is_gated == config.gated_linear_unit:
+            return name
+    return None
 
 
 def describe_activation(config: TransformerConfig) -> str:
@@ -63,8 +60,15 @@ def describe_activation(config: TransformerConfig) -> str:
 
 def find_activation_refusal(config: TransformerConfig, choice: str) -> str | None:
     """Why the MLP's activation cannot have tempo.activation = `choice`; None where it can."""
+    if config.num_moe_experts and choice == "inplace":
+        return (
+            f"num_moe_experts is {config.num_moe_experts}, and an expert's activation is weighted by probabilities, "
+            "which may be 0, so that its input cannot be computed from its output"
+        )
     if config.num_moe_experts:
-        return _find_refusal_of_experts(config, choice)
+        is_recomputed = config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or ())
+        why = "recompute_modules holds moe_act, by which Megatron recomputes the activation of experts itself"
+        return why if is_recomputed else None
     name = name_activation(config)
     if name is None:
         *others, last = (each.replace("_", " ") for each in ACTIVATIONS)
@@ -72,19 +76,8 @@ def find_activation_refusal(config: TransformerConfig, choice: str) -> str | Non
     return find_inplace_refusal(name) if choice == "inplace" else None
 
 
-def _find_refusal_of_experts(config: TransformerConfig, choice: str) -> str | None:
-    if choice == "inplace":
-        return (
-            f"num_moe_experts is {config.num_moe_experts}, and an expert's activation is weighted by probabilities, "
-            "which may be 0, so that its input cannot be computed from its output"
-        )
-    if config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or ()):
-        return "recompute_modules holds moe_act, by which Megatron recomputes the activation of experts itself"
-    return None
-
-
-def _choose_activation(
-    config: TransformerConfig, keep: str, approximate: str | None
+def make_activation(
+    config: TransformerConfig, keep: str, approximate: str | None = None
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
     """activation(x, bias) of the MLP; fused into one kernel, and as Transformer Engine's, GELU has its tanh form."""
     name = name_activation(config)
@@ -135,7 +128,7 @@ class TempoMLP(MLP):
 
     def _make_activation(self) -> Callable[[Tensor, Tensor | None], Tensor]:
         """activation(x, bias)."""
-        return _choose_activation(self.config, self.keep, self.approximate)
+        return make_activation(self.config, self.keep, self.approximate)
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
         """(output [s, b, h], bias [h] or None) of hidden_states [s, b, h]."""

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.block_slots import TempoBlockSubmodules
 from tempo_megatron.slots.choose import Refusal
-from tempo_megatron.slots.layer_spec import tempoize
+from tempo_megatron.slots.layer_spec import get_stock_block_spec, tempoize
 from tempo_megatron.slots.transformer_engine import is_installed
 
 _DEFAULT = TempoConfig()
@@ -41,13 +41,8 @@ def tempo_block(config: Any, vp_stage: int | None = None, *, tempo_config: Tempo
     """
     transformer_config = getattr(config, "transformer", config)
     is_local = getattr(transformer_config, "transformer_impl", "transformer_engine") == "local"
-    stock = get_gpt_decoder_block_spec(
-        transformer_config,
-        use_transformer_engine=is_installed() and not is_local,
-        normalization=transformer_config.normalization,
-        qk_l2_norm=getattr(transformer_config, "qk_l2_norm", False),
-        vp_stage=vp_stage,
-    )
+    has_engine = is_installed() and not is_local
+    stock = get_stock_block_spec(transformer_config, use_transformer_engine=has_engine, vp_stage=vp_stage)
     dropouts = {"dropout": "hidden_dropout", "attention": "attention_dropout"}
     obstacles = {
         operation: Refusal(

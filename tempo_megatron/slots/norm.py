@@ -11,15 +11,17 @@ from torch.nn import functional as F
 
 from tempo_kernels.norm import layer_norm, rms_norm
 
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
-class TorchLayerNorm(torch.nn.Module):
-    """torch's LayerNorm in Megatron's norm slot, sequence parallelism and zero-centred gamma included.
+
+class TorchNorm(torch.nn.Module):
+    """torch's LayerNorm or RMSNorm in Megatron's norm slot, sequence parallelism and zero-centred gamma included.
 
     Megatron's own wrapper around torch's norms refuses both. Without Apex and Transformer Engine, stock runs use this
-    class and TorchRMSNorm instead: they are what `norm="off"` means there.
+    class instead: it is what `norm="off"` means there.
 
     Args:
-        config: Megatron's; `sequence_parallel` and `layernorm_zero_centered_gamma` are honoured.
+        config: Megatron's; `normalization`, `sequence_parallel` and `layernorm_zero_centered_gamma` are honoured.
         hidden_size: size of the last dimension.
         eps: added to the variance.
 
@@ -27,7 +29,6 @@ class TorchLayerNorm(torch.nn.Module):
     """
 
     returns_residual = False
-    normalization: ClassVar[str] = "LayerNorm"
     bias: torch.nn.Parameter | None
 
     def __init__(
@@ -41,16 +42,14 @@ class TorchLayerNorm(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        if config.normalization != self.normalization:
-            raise ValueError(
-                f"normalization is {config.normalization}; {type(self).__name__} is for {self.normalization} only"
-            )
+        if config.normalization not in NORMALIZATIONS:
+            raise ValueError(f"normalization is {config.normalization}; expected {' or '.join(NORMALIZATIONS)}")
         self.config = config
         self.hidden_size = (hidden_size,)
         self.eps = eps
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        has_bias = self.normalization == "LayerNorm"
+        has_bias = config.normalization == "LayerNorm"
         self.bias = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype)) if has_bias else None
         self.reset_parameters()
         self.sequence_parallel = config.sequence_parallel
@@ -66,22 +65,14 @@ class TorchLayerNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """y of x's shape and dtype."""
-        if self.normalization == "RMSNorm":
-            return F.rms_norm(x, self.hidden_size, self._gamma(), self.eps)
-        return F.layer_norm(x, self.hidden_size, self._gamma(), self.bias, self.eps)
-
-    def _gamma(self) -> Tensor:
-        return self.weight + 1 if self.zero_centered_gamma else self.weight
+        gamma = self.weight + 1 if self.zero_centered_gamma else self.weight
+        if self.bias is None:
+            return F.rms_norm(x, self.hidden_size, gamma, self.eps)
+        return F.layer_norm(x, self.hidden_size, gamma, self.bias, self.eps)
 
 
-class TorchRMSNorm(TorchLayerNorm):
-    """torch's RMSNorm in Megatron's norm slot; see TorchLayerNorm."""
-
-    normalization = "RMSNorm"
-
-
-class TempoLayerNorm(TorchLayerNorm):
-    """LayerNorm in Megatron's norm slot that keeps its output instead of its input.
+class TempoNorm(TorchNorm):
+    """LayerNorm or RMSNorm in Megatron's norm slot that keeps its output instead of its input.
 
     Parameters, their names, flags and checkpoint keys are those of Megatron's norms.
 
@@ -101,21 +92,9 @@ class TempoLayerNorm(TorchLayerNorm):
         return layer_norm(x, self.weight, self.bias, self.eps, **settings)
 
 
-class TempoRMSNorm(TempoLayerNorm):
-    """RMSNorm in Megatron's norm slot that keeps its output instead of its input; see TempoLayerNorm."""
-
-    normalization = "RMSNorm"
-
-
-class TempoRecomputeLayerNorm(TempoLayerNorm):
-    """TempoLayerNorm that keeps its input, mean and rstd: exact for any gamma. If a TempoColumnParallelLinear follows,
-    it drops the output after use; before any other linear the output stays too, as in stock. Of queries and keys
-    [s, b, heads, d] it keeps the input alone."""
-
-    keep = "recompute"
-
-
-class TempoRecomputeRMSNorm(TempoRMSNorm):
-    """TempoRMSNorm that keeps its input and rstd; see TempoRecomputeLayerNorm."""
+class TempoRecomputeNorm(TempoNorm):
+    """TempoNorm that keeps its input, rstd and, as a LayerNorm, the mean: exact for any gamma. If a
+    TempoColumnParallelLinear follows, it drops the output after use; before any other linear the output stays too, as
+    in stock. Of queries and keys [s, b, heads, d] it keeps the input alone."""
 
     keep = "recompute"

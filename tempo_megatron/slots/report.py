@@ -17,24 +17,14 @@ from tempo_megatron.settings.layer_values import write_layers
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import LatentSelfAttention, TempoMLASelfAttention
-from tempo_megatron.slots.block_slots import (
-    BUILT_NAMES,
-    Slot,
-    TempoBlockSubmodules,
-    TempoPredictionSubmodules,
-    find_inner_layer,
-    list_layer_slots,
-    list_slots,
-)
+from tempo_megatron.slots.block_slots import BUILT_NAMES, Slot, list_slots
 from tempo_megatron.slots.choose import Choices
 from tempo_megatron.slots.dropout import TempoEmbeddingDropout
 from tempo_megatron.slots.experts import is_mixture
 from tempo_megatron.slots.loss import choose_loss, get_loss_head
-from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
+from tempo_megatron.slots.slot_content import find_class
 
-_MENTIONED = tuple(name for name, operation in OPERATIONS.items() if not operation.is_opt_in)
 _NOT_REPLACED = "the slot was filled without Tempo"
-_PREDICTION_NORMS = ("enorm", "hnorm", *BUILT_NAMES, *BUILT_NAMES.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,15 +106,13 @@ def report_on(subject: Any, choices: Choices | None = None) -> TempoReport:
 
     Raises ValueError where a spec, or a model's, was not made by `tempoize`.
     """
-    if isinstance(subject, TransformerBlockSubmodules):
+    if isinstance(subject, (TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)):
         return TempoReport(slots=tuple(_report_block(subject, subject, choices)))
-    if isinstance(subject, MultiTokenPredictionBlockSubmodules):
-        return TempoReport(slots=tuple(_report_prediction(subject.layer_specs, subject, choices)))
-    blocks = _list_blocks(subject)
-    slots = [slot for block in blocks for slot in _report_block(block, _get_spec(block), choices)]
+    specs = [(block, _get_spec(block)) for block in _list_blocks(subject)]
+    found = choices or next((spec.choices for _, spec in specs if hasattr(spec, "choices")), None)
     if (prediction := getattr(subject, "mtp", None)) is not None:
-        slots += _report_prediction(prediction.layers, prediction.submodules, choices)
-    found = choices or next((_get_spec(block).choices for block in blocks), None)
+        specs.append((prediction, prediction.submodules))
+    slots = [slot for block, spec in specs for slot in _report_block(block, spec, choices)]
     return TempoReport(slots=(*slots, *(_report_whole(subject, found) if found is not None else ())))
 
 
@@ -132,14 +120,16 @@ def check_built(model: Any) -> None:
     """Raise ValueError where a slot of a built layer does not hold what its spec says, because the layer chose its
     modules itself."""
     for block in _list_blocks(model):
-        asked = {(slot.layer, slot.name, slot.operation): slot.value for slot in list_slots(block.submodules)}
-        for slot in list_slots(block):
-            value = asked.get((slot.layer, slot.name, slot.operation), "nothing")
+        spec = block.submodules
+        asked = {(slot.where, slot.name, slot.operation): slot.value for slot in list_slots(spec)}
+        for slot in list_slots(block, spec):
+            value = asked.get((slot.where, slot.name, slot.operation), "nothing")
             if slot.layer is not None and value != slot.value:
-                layer, holds = type(block.layers[slot.layer]).__name__, find_class(slot.content).__name__
+                layer = type(block.layers[slot.layer - spec.first_layer]).__name__
                 raise ValueError(
-                    f"{layer} {slot.layer} holds {holds} in {slot.name} ({slot.operation} {slot.value}), where its "
-                    f"spec says {value}; expected layers that build what their spec says; give the spec of such layers"
+                    f"{layer} {slot.layer} holds {find_class(slot.content).__name__} in {slot.name} ({slot.operation} "
+                    f"{slot.value}), where its spec says {value}; expected layers that build what their spec says; "
+                    "give the spec of such layers"
                 )
 
 
@@ -154,27 +144,24 @@ def _get_spec(block: Any) -> Any:
 
 
 def _report_block(block: Any, spec: Any, choices: Choices | None) -> Iterator[ReportedSlot]:
-    """The slots of a block, built or as a spec; `spec` says what was asked for."""
-    if not isinstance(spec, TempoBlockSubmodules) or spec.choices is None:
+    """The slots of a block, or of multi-token prediction, built or as a spec; `spec` says what was asked for."""
+    own: Choices | None = getattr(spec, "choices", None)
+    if own is None and not isinstance(spec, MultiTokenPredictionBlockSubmodules):
         raise ValueError(
             f"the spec is a {type(spec).__name__} that Tempo has not made; expected what tempoize or tempo_block_spec "
             "returned; call one of them first"
         )
-    choices = choices or spec.choices
-    stack, mentioned = spec.stack.name.lower(), choices.written.list_mentioned()
-    for slot in list_slots(block):
+    choices = choices or own
+    mentioned = choices.written.list_mentioned() if choices else TempoConfig().list_mentioned()
+    for slot in list_slots(block, spec):
         if slot.operation in mentioned:
-            layer = None if slot.layer is None else spec.first_layer + slot.layer
-            where = stack if layer is None else f"{stack}.layers.{layer}"
-            yield _report_slot(slot, where, None if slot.is_tempo else _explain(slot, layer, stack, choices))
+            why = _NOT_REPLACED if choices is None or own is None else _explain(slot, choices)
+            name = BUILT_NAMES.get(slot.name, slot.name)
+            left = None if slot.is_tempo else why
+            yield ReportedSlot(operation=slot.operation, where=slot.where, slot=name, left=left)
 
 
-def _report_slot(slot: Slot, where: str, left: str | None) -> ReportedSlot:
-    name = BUILT_NAMES.get(slot.name, slot.name)
-    return ReportedSlot(operation=slot.operation, where=where, slot=name, left=left)
-
-
-def _explain(slot: Slot, layer: int | None, stack: str, choices: Choices) -> str:
+def _explain(slot: Slot, choices: Choices) -> str:
     """Why a slot does not hold Tempo's module."""
     module, holder = find_class(slot.content), find_class(slot.holder)
     if slot.operation == "linear_fc1" and is_mixture(slot.content):
@@ -182,9 +169,8 @@ def _explain(slot: Slot, layer: int | None, stack: str, choices: Choices) -> str
     is_latent = isinstance(holder, type) and issubclass(holder, MultiLatentAttention)
     if is_latent and holder not in (MLASelfAttention, LatentSelfAttention, TempoMLASelfAttention):
         return f"{holder.__name__} is a latent attention that Tempo does not know"
-    found = choices.config if layer is None else choices.config.for_layer(layer, stack)
-    if getattr(found, slot.operation) == "off":
-        return _explain_off(slot.operation, layer, stack, choices)
+    if getattr(slot.get_values(choices.config), slot.operation) == "off":
+        return _explain_off(slot.operation, choices, slot.layer, slot.where.partition(".")[0])
     if module is SharedExpertMLP:
         return "its parts run beside communication (moe_shared_expert_overlap)"
     return (
@@ -192,7 +178,7 @@ def _explain(slot: Slot, layer: int | None, stack: str, choices: Choices) -> str
     )
 
 
-def _explain_off(operation: str, layer: int | None, stack: str, choices: Choices) -> str:
+def _explain_off(operation: str, choices: Choices, layer: int | None = None, stack: str = "") -> str:
     key = None if layer is None else choices.written.get_range(layer, stack)
     own: Any = {} if key is None else choices.written.layers[key]
     if own.get(operation, getattr(choices.written, operation)) == "auto" and operation in choices.reasons:
@@ -203,28 +189,11 @@ def _explain_off(operation: str, layer: int | None, stack: str, choices: Choices
     return f"off for layer{'s' if '-' in layers else ''} {layers}"
 
 
-def _report_prediction(layers: Any, spec: Any, choices: Choices | None) -> Iterator[ReportedSlot]:
-    """The slots of multi-token prediction's layers, built or as specs; `spec` says what was asked for."""
-    choices = choices or getattr(spec, "choices", None)
-    mentioned = choices.written.list_mentioned() if choices else _MENTIONED
-    for index, layer in enumerate(layers or []):
-        fields = list_fields(find_submodules(layer))
-        norms = [(name, fields[name]) for name in _PREDICTION_NORMS if is_there(fields.get(name))]
-        slots = [
-            *list_layer_slots(find_inner_layer(find_submodules(layer))),
-            *(Slot(operation="norm", layer=None, name=name, content=norm) for name, norm in norms),
-        ]
-        for slot in (each for each in slots if each.operation in mentioned):
-            is_asked = isinstance(spec, TempoPredictionSubmodules)
-            why = _explain(slot, None, "", choices) if choices and is_asked else _NOT_REPLACED
-            yield _report_slot(slot, f"mtp.layers.{index}", None if slot.is_tempo else why)
-
-
 def _report_whole(model: Any, choices: Choices) -> Iterator[ReportedSlot]:
     """What a model has once: the embedding's dropout, and the loss head."""
     dropout = getattr(getattr(model, "embedding", None), "embedding_dropout", None)
     if dropout is not None:
-        why = _explain_off("dropout", None, "", choices) if choices.config.dropout == "off" else _NOT_REPLACED
+        why = _explain_off("dropout", choices) if choices.config.dropout == "off" else _NOT_REPLACED
         left = None if isinstance(dropout, TempoEmbeddingDropout) else why
         yield ReportedSlot(operation="dropout", where="embedding", slot="embedding_dropout", left=left)
     if getattr(model, "post_process", False):

@@ -18,7 +18,7 @@ from tempo_megatron.models.shape import make_shape
 from tempo_megatron.settings.activations import ACTIVATIONS
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.choose import choose, choose_operation
-from tempo_megatron.slots.mlp import FUNCTIONS, _choose_activation, name_activation
+from tempo_megatron.slots.mlp import FUNCTIONS, make_activation, name_activation
 
 FIRST = {name: operation.preference[0] for name, operation in OPERATIONS.items()}
 EVERYTHING_OFF = dict.fromkeys(OPERATIONS, "off")
@@ -169,7 +169,7 @@ def test_a_row_of_the_table_is_built_named_and_computed(name: str) -> None:
     expected = FUNCTIONS[activation.formula](gate) * up
     (expected_grad,) = torch.autograd.grad(expected.sum(), x)
     for keep in (value, "recompute"):
-        y = _choose_activation(config, keep, None)(x, None)
+        y = make_activation(config, keep, None)(x, None)
         torch.testing.assert_close(y, expected)
         # In place, GELU's derivative is that of an inverse: section "Error" of its docstring.
         tolerance = {"rtol": 0.0, "atol": 1e-4} if keep == "inplace" else {}

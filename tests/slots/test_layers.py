@@ -152,10 +152,10 @@ def test_ranges_go_across_the_border_of_pipeline_stages(virtual: int | None) -> 
     first, last = run_ranks(classes_by_layer, 2, virtual)
     assert set(first) == ({"0", "2"} if virtual else {"0", "1"})
     assert first | last == {
-        "0": "TempoLayerNorm",
-        "1": "TempoRecomputeLayerNorm",
-        "2": "TempoRecomputeLayerNorm",
-        "3": "TorchLayerNorm",
+        "0": "TempoNorm",
+        "1": "TempoRecomputeNorm",
+        "2": "TempoRecomputeNorm",
+        "3": "TorchNorm",
         "decoder.layers.3": "off for layer 3",
     }
 
@@ -174,7 +174,7 @@ def run_bert_or_t5(name: str, tempo_config: TempoConfig) -> Any:
     return (loss.item(), gradients_of), norms
 
 
-RECOMPUTES, IN_PLACE = "TempoRecomputeLayerNorm", "TempoLayerNorm"
+RECOMPUTES, IN_PLACE = "TempoRecomputeNorm", "TempoNorm"
 STACKS = {
     "BERT": ("BERT", {"1": {"norm": "recompute"}}, {"encoder": [IN_PLACE, RECOMPUTES]}),
     "T5, both": (

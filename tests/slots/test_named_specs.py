@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tempo_megatron import TempoConfig, tempoize
 from tempo_megatron.slots import named_specs
 from tempo_megatron.slots.mlp import TempoMLP, TempoRecomputeMLP
-from tempo_megatron.slots.norm import TempoLayerNorm, TempoRMSNorm
+from tempo_megatron.slots.norm import TempoNorm
 from tempo_megatron.slots.report import report_on
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -45,10 +45,10 @@ def train(name, **settings):
 @pytest.mark.parametrize(
     ("name", "settings", "expected"),
     [
-        ("tempo_layer", {}, [TempoMLP, TempoLayerNorm, False]),
-        ("tempo_block", {}, [TempoMLP, TempoLayerNorm, True]),
+        ("tempo_layer", {}, [TempoMLP, TempoNorm, False]),
+        ("tempo_block", {}, [TempoMLP, TempoNorm, True]),
         # A function knows the configuration.
-        ("tempo_block", SWIGLU, [TempoRecomputeMLP, TempoRMSNorm, True]),
+        ("tempo_block", SWIGLU, [TempoRecomputeMLP, TempoNorm, True]),
     ],
     ids=["layer", "block", "block of a Llama"],
 )

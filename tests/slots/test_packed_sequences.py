@@ -123,8 +123,8 @@ def test_what_does_not_fit_is_refused_in_a_sentence():
     for packed, more, message in (
         (PADDED, {"mask_type": AttnMaskType.padding}, "cu_seqlens_q_padded is given, and attention is not causal"),
         (params_of([0, 17]), {}, r"cu_seqlens is \[0, 17\]; expected"),
-        (params_of([0, 16], local_cp_size=2), {}, "local_cp_size 2, of hybrid context parallelism"),
-        (PackedSeqParams(qkv_format="sbhd"), {}, 'qkv_format "sbhd"; expected "thd"'),
+        (params_of([0, 16], local_cp_size=2), {}, "local_cp_size 2; .*leave hybrid context parallelism off"),
+        (PackedSeqParams(qkv_format="sbhd"), {}, 'qkv_format "sbhd" and local_cp_size 1; .* takes "thd"'),
         (params_of([0, 16]), {"dropout": 0.1}, r"document_samples is torch.int64 of shape \[2\]"),
     ):
         with pytest.raises(ValueError, match=message):

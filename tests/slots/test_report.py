@@ -194,13 +194,13 @@ def test_a_models_report_is_of_its_modules_and_not_of_its_spec() -> None:
     [
         (
             TempoConfig(norm="off", linear_fc1="recompute"),
-            'input_layernorm of decoder.layers.0 holds TempoRecomputeLayerNorm already, by tempo.norm "recompute", and '
+            'input_layernorm of decoder.layers.0 holds TempoRecomputeNorm already, by tempo.norm "recompute", and '
             'now "off" is asked for; give a spec without Tempo\'s modules (leave --spec out), or set tempo.norm to '
             '"recompute"',
         ),
         (
             TempoConfig(norm="recompute", linear_fc1="recompute", layers={"1": {"norm": "inplace"}}),
-            'input_layernorm of decoder.layers.1 holds TempoRecomputeLayerNorm already, by tempo.norm "recompute", and '
+            'input_layernorm of decoder.layers.1 holds TempoRecomputeNorm already, by tempo.norm "recompute", and '
             'now "inplace" is asked for',
         ),
         (

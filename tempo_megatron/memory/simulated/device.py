@@ -39,7 +39,7 @@ from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.stand_in import DroppedOutput, Made, stand_in
 from tempo_megatron.memory.tape.follower import Follower, count_span
 from tempo_megatron.slots.attention import TempoNormedSelfAttention, TempoRotarySelfAttention
-from tempo_megatron.slots.norm import TorchRMSNorm
+from tempo_megatron.slots.norm import TorchNorm
 
 _in_stock: list[torch.nn.Module] = []
 """The module that runs and stands for stock attention, whose backward holds other things than Tempo's."""
@@ -197,7 +197,7 @@ def put_kernels(model: torch.nn.Module, run: Run) -> None:
     for module in model.modules():
         if has_softmax and isinstance(module, FusedScaleMaskSoftmax) and getattr(module, "window_size", None) is None:
             module.forward = functools.partial(_compute_softmax, module.forward)
-        if has_engine and type(module) is TorchRMSNorm:
+        if has_engine and type(module) is TorchNorm and module.bias is None:
             module.forward = functools.partial(_normalize, module)  # type: ignore[method-assign]
         # Causal has no mask.
         if has_engine and isinstance(module, DotProductAttention) and module.attn_mask_type is not AttnMaskType.causal:
@@ -271,7 +271,7 @@ def _mask_padding(probabilities: Tensor) -> Tensor:
     return probabilities.masked_fill(mask, 0)
 
 
-def _normalize(norm: TorchRMSNorm, x: Tensor) -> Tensor:
+def _normalize(norm: TorchNorm, x: Tensor) -> Tensor:
     """Keeps its input and one float32 a token, as a kernel does (common/normalization/rmsnorm, and pytorch/module/
     layernorm_linear.py:526-536)."""
     return rms_norm(x, norm.weight, norm.eps, zero_centered=norm.zero_centered_gamma, keep="recompute")
