@@ -24,12 +24,12 @@ from tempo_megatron.megatron_lm.samples import announce_micro_batch
 from tempo_megatron.megatron_lm.versions import LaunchError, Model, get_hook, wrap_hook
 from tempo_megatron.settings.arguments import Budget
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.slots import megatron_versions
 from tempo_megatron.slots.choose import Obstacles, Refusal
 from tempo_megatron.slots.context_parallel import count_ranks_of_rows
 from tempo_megatron.slots.dropout import tempoize_embedding
 from tempo_megatron.slots.layer_spec import tempoize, tempoize_hybrid
 from tempo_megatron.slots.loss import choose_loss, tempoize_loss
+from tempo_megatron.slots.megatron_versions import find_version, is_since
 from tempo_megatron.slots.offload import Offloading, count_in_flight
 from tempo_megatron.slots.report import check_built, report_on
 
@@ -44,14 +44,14 @@ def patch_models(version: str, tempo_config: TempoConfig, report: RunReport, bud
     get_args = get_hook(versions.GET_ARGS, version)
     planning = Planning(tempo_config, budget, report)
     wrappers: dict[versions.Patch, Callable[..., Any]] = {
-        versions.BEGIN_MICRO_BATCH: functools.partial(_announce_micro_batch, report, get_args),
+        versions.BEGIN_MICRO_BATCH: functools.partial(begin_micro_batch, report, get_args),
         **dict.fromkeys(versions.PIPELINES, functools.partial(_publish_before_step, report)),
-        versions.FULL_ITERATION: functools.partial(_announce_whole_step, report, get_args),
+        versions.FULL_ITERATION: functools.partial(begin_whole_step, report, get_args),
     }
     for model in versions.MODELS:
         wrappers[model.constructor] = functools.partial(_construct, model, planning, get_args, report)
     for patch, wrapper in wrappers.items():
-        if megatron_versions.is_since(patch.since):
+        if is_since(patch.since):
             wrap_hook(patch, version, wrapper)
 
 
@@ -85,7 +85,7 @@ def patch_steps(version: str, prefix: str, report: RunReport | None) -> None:
     wrap_hook(versions.TRAIN_STEP, version, observe)
 
 
-def _announce_micro_batch(
+def begin_micro_batch(
     report: RunReport, get_args: Callable[[], Any], begin: Callable[..., Any], model: Any, microbatch_id: int
 ) -> Any:
     """Publish the report, and tell Tempo's dropout the samples, once a model draws masks; then `begin`."""
@@ -105,7 +105,7 @@ def _publish_before_step(report: RunReport, run_step: Callable[..., Any], *args:
     return run_step(*args, **kwargs)
 
 
-def _announce_whole_step(
+def begin_whole_step(
     report: RunReport, get_args: Callable[[], Any], run_step: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Tell Tempo's dropout the step's first sample, then `run_step`: the schedule says no micro batch in a replay of
@@ -164,13 +164,13 @@ def _construct(
 
 def _refuse_latent_attention(config: Any) -> None:
     """Raise ValueError where Megatron's latent attention asks for a class of Transformer Engine's that is not there."""
-    is_concerned = megatron_versions.is_since("0.16") and not megatron_versions.is_since("0.17")
+    is_concerned = is_since("0.16") and not is_since("0.17")
     if not getattr(config, "multi_latent_attention", False) or not is_concerned:
         return
     if multi_latent_attention.HAVE_TE and not isinstance(multi_latent_attention.TELinear, type):
         raise ValueError(
             "multi_latent_attention is on and Transformer Engine is not installed, where megatron-core "
-            f"{megatron_versions.VERSION} ends in a TypeError, with Tempo and without; expected 0.14, 0.15 or one "
+            f"{find_version()} ends in a TypeError, with Tempo and without; expected 0.14, 0.15 or one "
             "since 0.17; install such a megatron-core, or Transformer Engine"
         )
 
@@ -180,11 +180,7 @@ def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoC
     found = BuiltModel(name=model.name, tempo_config=tempo_config)
     for spec_name, config_name in model.specs.items():
         config, spec = arguments[config_name], arguments[spec_name]
-        obstacles: Obstacles = {
-            **_find_obstacles_to_masks(config, run),
-            **_find_obstacle_to_chunks(config, run),
-            **_find_obstacle_to_packing(config, run),
-        }
+        obstacles = find_obstacles(config, run)
         replace = functools.partial(tempoize, vp_stage=arguments.get("vp_stage"), obstacles=obstacles)
         if model.patterns:
             pattern = next((arguments[name] for name in model.patterns if arguments[name] is not None), None)
@@ -221,6 +217,12 @@ def _offload(model: Any, tempo_config: TempoConfig, run: Any, report: RunReport)
     report.offloading.add(model, tempo_config)
 
 
+def find_obstacles(config: Any, run: Any) -> Obstacles:
+    """Why operations cannot be had in a run of Megatron-LM's; `run` is Megatron's arguments, or None."""
+    to_masks, to_chunks = _find_obstacles_to_masks(config, run), _find_obstacle_to_chunks(config, run)
+    return {**to_masks, **to_chunks, **_find_obstacle_to_packing(config, run)}
+
+
 def _find_obstacles_to_masks(config: Any, run: Any) -> Obstacles:
     """Why operations cannot draw masks, if Tempo cannot know which samples a micro batch holds."""
     names = ("enable_cuda_graph", "external_cuda_graph")
@@ -228,8 +230,8 @@ def _find_obstacles_to_masks(config: Any, run: Any) -> Obstacles:
     if run is None:
         reason = "Megatron's arguments, which say what samples a mask is drawn for, are not initialized in this script"
         remedy = "call initialize_megatron of megatron.training"
-    elif has_graphs and not megatron_versions.is_since(versions.GRAPHS_SINCE):
-        since = f"since megatron-core {versions.GRAPHS_SINCE}, not {megatron_versions.VERSION}"
+    elif has_graphs and not is_since(versions.GRAPHS_SINCE):
+        since = f"since megatron-core {versions.GRAPHS_SINCE}, not {find_version()}"
         reason, remedy = f"CUDA graphs are on, in which Tempo draws masks {since}", "leave CUDA graphs off"
     else:
         return {}
@@ -267,10 +269,10 @@ def _find_obstacle_to_packing(config: Any, run: Any) -> Obstacles:
             f"{config.hidden_dropout:g}, and Megatron's scripts do not say which samples the packed documents are"
         )
         return dict.fromkeys(("dropout", "attention"), Refusal(reason, "set hidden_dropout to 0"))
-    if stages == 1 or megatron_versions.is_since("0.17"):
+    if stages == 1 or is_since("0.17"):
         return {}
     reason = (
-        f"sft is on with {stages} pipeline stages, and megatron-core {megatron_versions.VERSION} tells the first one "
+        f"sft is on with {stages} pipeline stages, and megatron-core {find_version()} tells the first one "
         "alone where packed documents begin"
     )
     return {"attention": Refusal(reason, "pack on one stage, or take Megatron 0.19")}

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "run_megatron.py") -> in
     # megatron-core says so once per module and rank.
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
     try:
-        root, script, arguments, of_tempo = _split(argv)
+        root, script, arguments, of_tempo = split_command_line(argv)
         report = _prepare(root, script, [*of_tempo, *arguments])
     except (LaunchError, MissingExtraError) as error:
         if _find_rank() == 0:
@@ -180,7 +180,7 @@ def _prepare(root: Path | None, script: Path, arguments: list[str]) -> RunReport
     return report
 
 
-def _split(argv: list[str]) -> tuple[Path | None, Path, list[str], list[str]]:
+def split_command_line(argv: list[str]) -> tuple[Path | None, Path, list[str], list[str]]:
     """The checkout, None where Megatron is installed instead, the script, the script's arguments, and those of Tempo's
     that stand before it."""
     root_given, launcher_arguments = None, []

@@ -61,12 +61,11 @@ _NUMBERS: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int]] = weakref.
 class _SampleForGraphs:
     """The sample that captured CUDA graphs read, in runs that have graphs."""
 
-    def __init__(self) -> None:
-        # 0-dim int64, at one address from the first announcement on; None in a run without graphs.
-        self.tensor: Tensor | None = None
-        self._written = 0
-        self._captured_seed: int | None = None
-        self._was_announced_in_capture = False
+    # 0-dim int64, at one address from the first announcement on; None in a run without graphs.
+    tensor: Tensor | None = None
+    _written = 0
+    _captured_seed: int | None = None
+    _was_announced_in_capture = False
 
     def announce(self, seed: int, first_sample: int, device: torch.device | None) -> None:
         """Write the sample, except while a graph is captured, which would write that number in each replay."""
@@ -172,6 +171,11 @@ def set_micro_batch(
     _DRAWN.clear()
     _FOR_GRAPHS.announce(seed % 2**64, first_sample, graphs_device)
     _set_state(seed, first_sample, documents)
+
+
+def forget_graphs() -> None:
+    """Begin anew as in a process without CUDA graphs: those that were captured are replayed no more."""
+    vars(_FOR_GRAPHS).clear()
 
 
 def begin_prediction(layer: torch.nn.Module, *_: Any) -> None:

@@ -77,8 +77,8 @@ def tempo_block_spec(
 ) -> TempoBlockSubmodules:
     """The decoder block of a GPT: Megatron's local block spec with Tempo in the slots that `tempo_config` names.
 
-    Give it to GPTModel as `transformer_layer_spec`. With `TempoConfig.off()` it is stock, except that TorchLayerNorm
-    replaces Megatron's wrapper around torch's LayerNorm, which refuses sequence parallelism. As in Megatron, the
+    Give it to GPTModel as `transformer_layer_spec`. With `TempoConfig.off()` it is stock, except that TorchNorm
+    replaces Megatron's wrapper around torch's norms, which refuses sequence parallelism. As in Megatron, the
     configuration decides which layers have experts, which leave out attention or MLP, and whether queries and keys have
     norms.
 

@@ -39,7 +39,7 @@ from tempo_megatron.slots.choose import find_refusal
 _IGNORED = -100
 # Relative to the largest gradient: by so much float32 rounds proportions.
 _TOLERANCE = 1e-4
-_IS_MULTIPLE = LateCheck(
+IS_MULTIPLE = LateCheck(
     "the gradient of the losses is not a number times loss_mask, for which the fused loss made its gradients (on a GPU "
     "they became NaN in an earlier step); sum loss_mask * losses, or call the model without loss_mask"
 )
@@ -79,7 +79,7 @@ def forward_output_layer(
         (losses [b, s] in float32, None), or ([1 or 2, b, s], None), log-probabilities and, where asked for, entropies,
         or what ColumnParallelLinear returns.
     """
-    _IS_MULTIPLE.raise_if_noted()
+    IS_MULTIPLE.raise_if_noted()
     head: LossHead = layer.loss_head
     if head.labels is None:
         return ColumnParallelLinear.forward(layer, input_, weight, runtime_gather_output)
@@ -110,7 +110,7 @@ def forward_output_layer(
         found = linear_log_prob(input_, weight, labels, **shared, **head.log_prob)
         return torch.stack(found if isinstance(found, tuple) else (found,)), None
     found = linear_cross_entropy(input_, weight, labels, **shared, token_weights=token_weights)
-    losses = found if token_weights is None else _LossesOfTotal.apply(*found, token_weights)
+    losses = found if token_weights is None else LossesOfTotal.apply(*found, token_weights)
     if is_further:
         losses.find_predictions = functools.partial(_compute_predictions, layer, input_.detach(), weight.detach(), bias)
     return losses, None
@@ -229,25 +229,11 @@ def _get_entry(cls: type) -> _Entry | None:
 
 @functools.cache
 def _make_fused_class(cls: Any) -> Any:
-    # The methods name `cls` where others would write super(): tempoize_loss binds them to models of `cls` too.
     class Fused(cls):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            choose_loss(self, TempoConfig(loss="fused"))
-            _fuse_output_layer(self)
+            tempoize_loss(self, TempoConfig(loss="fused"))
 
-        def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Any:
-            """The losses that the output layer returned, or Megatron's of real logits."""
-            return logits if _is_told_labels(self) else cls.compute_language_model_loss(self, labels, logits)
-
-        if hasattr(cls, "_scale_logits"):  # not in older Megatrons
-
-            def _scale_logits(self, logits: Tensor) -> Any:
-                """Scaled logits; losses stay, because they are already those of scaled logits."""
-                return logits if _is_told_labels(self) else cls._scale_logits(self, logits)
-
-    if (entry := _get_entry(cls)) is not None:
-        setattr(Fused, entry.method, _tell_head(getattr(cls, entry.method), entry))
     Fused.__name__ = Fused.__qualname__ = f"Tempo{cls.__name__}"
     Fused.__doc__ = f"{cls.__name__} with the fused loss head; see fused_gpt_class."
     return Fused
@@ -305,23 +291,28 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     """
     if choose_loss(model, tempo_config)[0] == "off" or not model.post_process or get_loss_head(model) is not None:
         return
-    _fuse_output_layer(model)
-    cls: Any = type(model)
-    fused, entry = _make_fused_class(cls), _get_entry(cls)
-    assert entry is not None  # or choose_loss had refused it
-    for name in (entry.method, "_scale_logits", "compute_language_model_loss"):
-        if hasattr(fused, name):
-            setattr(model, name, types.MethodType(getattr(fused, name), model))
-
-
-def _fuse_output_layer(model: Any) -> None:
-    """Give the output layer its LossHead; a pipeline stage without an output layer stays as it is."""
-    if not model.post_process:
-        return
     _count_predictions_of_fused_heads()
-    layer = model.output_layer
+    layer, cls = model.output_layer, type(model)
     layer.loss_head = LossHead(_get_logits_scale(model))
-    layer.forward = types.MethodType(forward_output_layer, layer)
+    entry = _get_entry(cls)
+    assert entry is not None  # or choose_loss had refused it
+
+    def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Any:
+        """The losses that the output layer returned, or Megatron's of real logits."""
+        return logits if _is_told_labels(self) else cls.compute_language_model_loss(self, labels, logits)
+
+    def scale_logits(self: Any, logits: Tensor) -> Any:
+        """Scaled logits; losses stay, because they are already those of scaled logits."""
+        return logits if _is_told_labels(self) else cls._scale_logits(self, logits)
+
+    methods = {
+        (layer, "forward"): forward_output_layer,
+        (model, entry.method): _tell_head(getattr(cls, entry.method), entry),
+        (model, "compute_language_model_loss"): compute_language_model_loss,
+        **({(model, "_scale_logits"): scale_logits} if hasattr(cls, "_scale_logits") else {}),  # since 0.17
+    }
+    for (owner, name), method in methods.items():
+        setattr(owner, name, types.MethodType(method, owner))
 
 
 def get_loss_head(model: Any) -> LossHead | None:
@@ -375,9 +366,8 @@ def _find_obstacle(model: Any) -> str | None:
 def _has_loss_of_its_own(model: Any) -> bool:
     """Whether the model, or one of its classes that is not Megatron's, has its own compute_language_model_loss."""
     name = "compute_language_model_loss"
-    owners = [owner.__module__ for owner in type(model).__mro__ if name in vars(owner)]
-    theirs = next(module for module in owners if module != __name__)
-    return name in vars(model) or not theirs.startswith("megatron.core.")
+    owner = next(owner for owner in type(model).__mro__ if name in vars(owner))
+    return name in vars(model) or not owner.__module__.startswith("megatron.core.")
 
 
 def _get_logits_scale(model: Any) -> Any:
@@ -391,7 +381,7 @@ def _get_logits_scale(model: Any) -> Any:
         return scaled[0].item() if torch.equal(scaled, scaled[0] * logits) else None
 
 
-class _LossesOfTotal(torch.autograd.Function):
+class LossesOfTotal(torch.autograd.Function):
     """The losses, whose gradient must be a multiple of token_weights, as that of their weighted total is."""
 
     @staticmethod
@@ -408,7 +398,7 @@ class _LossesOfTotal(torch.autograd.Function):
         expected = factor * token_weights
         error, largest = (grad_losses - expected).abs().amax(), expected.abs().amax()
         is_another = error > _TOLERANCE * largest
-        _IS_MULTIPLE.note(is_another)
+        IS_MULTIPLE.note(is_another)
         # On a GPU an exception here would wait for the device. The gradient becomes NaN, and the error comes later.
         return torch.where(is_another, torch.nan, factor), None, None
 

@@ -11,24 +11,28 @@ import warnings
 import megatron.core
 from packaging.version import Version
 
-# Megatron-DeepSpeed carries the core of 0.2.0, which does not say so.
-VERSION = Version(getattr(megatron.core, "__version__", "0.2.0"))
 FIRST, LAST = "0.14.0", "0.20"
 """The range that has been compared with stock; the patches of a version are taken to be alike."""
 
 
+def find_version() -> Version:
+    """This process's. Megatron-DeepSpeed carries the core of 0.2.0, which does not say so."""
+    return Version(getattr(megatron.core, "__version__", "0.2.0"))
+
+
 def is_since(version: str) -> bool:
     """Whether this process's Megatron is `version`, a pre-release of it, or newer."""
-    return Version(f"{version}.dev0") <= VERSION
+    return Version(f"{version}.dev0") <= find_version()
 
 
 def check_megatron() -> None:
     """Warn where this process's megatron-core is none that Tempo has been compared with."""
     # tempo_megatron.megatron_lm.megatron_deepspeed uses dropout_rng alone, which needs nothing newer.
-    is_known = Version(FIRST).release[:2] <= VERSION.release[:2] <= Version(LAST).release[:2]
+    version = find_version()
+    is_known = Version(FIRST).release[:2] <= version.release[:2] <= Version(LAST).release[:2]
     if hasattr(megatron.core, "__version__") and not is_known:
         warnings.warn(
-            f"megatron-core is {VERSION}; Tempo has been compared with {FIRST} to {LAST}; it is tried all the same, so "
+            f"megatron-core is {version}; Tempo has been compared with {FIRST} to {LAST}; it is tried all the same, so "
             "compare a few steps of your run with and without Tempo at dropout 0",
             stacklevel=2,
         )

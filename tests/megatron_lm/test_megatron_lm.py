@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import megatron.core
 import pytest
 import torch
 from distributed import run_megatron_ranks, run_ranks
@@ -18,23 +19,18 @@ from gpt import SEQ_LENGTH, VOCAB_SIZE, build_gpt, gpt_config
 from kept_formula import LayerShape, count_layer_bytes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from packaging.version import Version
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.beside import is_ours
 from tempo_megatron.cli import main as tempo_megatron
+from tempo_megatron.extras import is_installed
 from tempo_megatron.megatron_lm import run, versions
 from tempo_megatron.megatron_lm.kept_bytes import measure_layers, read_layers
 from tempo_megatron.megatron_lm.options import check_outputs, read_options
-from tempo_megatron.megatron_lm.patches import (
-    _find_obstacle_to_chunks,
-    _find_obstacle_to_packing,
-    _find_obstacles_to_masks,
-)
+from tempo_megatron.megatron_lm.patches import find_obstacles
 from tempo_megatron.megatron_lm.report import RunReport
 from tempo_megatron.megatron_lm.samples import find_first_sample
 from tempo_megatron.megatron_lm.versions import LaunchError
-from tempo_megatron.slots import megatron_versions
 from tempo_megatron.slots.choose import choose
 
 ROOT = Path(__file__).parents[2]
@@ -113,9 +109,12 @@ def test_a_wrong_command_is_one_sentence(capsys: pytest.CaptureFixture[str], arg
 
 
 @pytest.fixture
-def with_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_training(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if megatron.training were installed."""
-    monkeypatch.setattr(run, "is_installed", lambda module: True)
+    folder = tmp_path_factory.mktemp("installed")
+    (folder / "megatron" / "training").mkdir(parents=True)
+    (folder / "megatron" / "training" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(folder)
 
 
 @pytest.mark.usefixtures("with_training")
@@ -158,34 +157,39 @@ def make_checkout(folder: Path) -> Path:
 
 def test_the_checkout_is_found_around_the_script_and_the_launchers_rank_moves_behind_it(tmp_path: Path) -> None:
     script = make_checkout(tmp_path)
-    found = run._split(["--local_rank=3", str(script), "--use-tempo"])
+    found = run.split_command_line(["--local_rank=3", str(script), "--use-tempo"])
     assert found == (tmp_path, script, ["--use-tempo", "--local_rank=3"], [])
 
 
 def test_tempos_arguments_may_stand_before_the_script(tmp_path: Path) -> None:
     script = make_checkout(tmp_path)
     options = ["--use-tempo", "--tempo-norm", "off", "--tempo-loss=off", "--tempo-ledger"]
-    found = run._split(
+    found = run.split_command_line(
         [*options[:1], "--megatron-root", str(tmp_path), *options[1:], str(script), "train", "--lr", "1"]
     )
     assert found == (tmp_path, script, ["train", "--lr", "1"], [*options[:-1], "--tempo-ledger=tempo_ledger"])
 
 
-def test_a_script_elsewhere_takes_an_installed_megatron_training_or_asks_for_a_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "is_installed", lambda module: True)
-    assert run._split([__file__, "--x"]) == (None, Path(__file__), ["--x"], [])
-    script = make_checkout(tmp_path)
-    assert run._split([str(script)])[0] == tmp_path
-    monkeypatch.setattr(run, "is_installed", lambda module: module != "megatron.training")
+@pytest.mark.usefixtures("with_training")
+def test_a_script_elsewhere_takes_an_installed_megatron_training(tmp_path: Path) -> None:
+    assert run.split_command_line([__file__, "--x"]) == (None, Path(__file__), ["--x"], [])
+    assert run.split_command_line([str(make_checkout(tmp_path))])[0] == tmp_path
+
+
+@pytest.mark.skipif(is_installed("megatron.training"), reason="megatron.training is installed")
+def test_a_script_elsewhere_asks_for_a_checkout_where_megatron_training_is_not_installed() -> None:
     with pytest.raises(LaunchError, match="megatron.training is not installed; give a Megatron-LM checkout with --meg"):
-        run._split([__file__, "--x"])
+        run.split_command_line([__file__, "--x"])
 
 
 def test_a_script_elsewhere_takes_the_checkout_it_is_given(tmp_path: Path) -> None:
     make_checkout(tmp_path)
-    assert run._split([f"--megatron-root={tmp_path}", __file__, "--x"]) == (tmp_path, Path(__file__), ["--x"], [])
+    assert run.split_command_line([f"--megatron-root={tmp_path}", __file__, "--x"]) == (
+        tmp_path,
+        Path(__file__),
+        ["--x"],
+        [],
+    )
 
 
 def refuse() -> None:
@@ -290,29 +294,34 @@ def test_masks_are_left_to_stock_where_nobody_knows_their_samples_unless_these_w
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
     config = TransformerConfig(**sizes, hidden_dropout=0.1, attention_dropout=0.0)
     config.cuda_graph_impl = "local"
-    assert _find_obstacles_to_masks(config, RUN) == {}
-    monkeypatch.setattr(megatron_versions, "VERSION", Version("0.15.3"))
+    assert find_obstacles(config, RUN) == {}
+    monkeypatch.setattr(megatron.core, "__version__", "0.15.3")
     for arguments, clause, remedy in (
         (RUN, "CUDA graphs are on, in which Tempo draws masks since megatron-core 0.16", "leave CUDA graphs off"),
         (None, "Megatron's arguments, which say what samples", "call initialize_megatron of megatron.training"),
     ):
-        obstacles = _find_obstacles_to_masks(config, arguments)
+        obstacles = find_obstacles(config, arguments)
         choices = choose(config, TempoConfig(), obstacles)
         assert choices.config == dataclasses.replace(choose(config, TempoConfig()).config, dropout="off")
         assert set(choices.reasons) == {"dropout"} and clause in choices.reasons["dropout"]
         with pytest.raises(ValueError, match=f'{remedy}, or set tempo.dropout to "off"'):
             choose(config, TempoConfig(dropout="recompute"), obstacles)
     config.cuda_graph_impl = "none"
-    assert _find_obstacles_to_masks(config, RUN) == {}
+    assert find_obstacles(config, RUN) == {}
+
+
+def config_of(**settings: Any) -> Any:
+    sizes = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1}
+    return SimpleNamespace(**{**sizes, "hidden_dropout": 0.0, "attention_dropout": 0.0, **settings})
 
 
 @pytest.mark.parametrize(
     ("sft", "stages", "version"), [(True, 2, "0.16.1"), (True, 1, "0.16.1"), (False, 2, "0.16.1"), (True, 2, "0.19.2")]
 )
 def test_packed_rows_are_refused_where_a_stage_does_not_know_their_documents(sft, stages, version, monkeypatch) -> None:
-    monkeypatch.setattr(megatron_versions, "VERSION", Version(version))
-    config = SimpleNamespace(pipeline_model_parallel_size=stages, context_parallel_size=1)
-    found = _find_obstacle_to_packing(config, SimpleNamespace(sft=sft))
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    config = config_of(pipeline_model_parallel_size=stages)
+    found = find_obstacles(config, SimpleNamespace(sft=sft))
     assert bool(found) == (sft and stages == 2 and version == "0.16.1")
     if found:
         assert found["attention"].reason == (
@@ -323,8 +332,7 @@ def test_packed_rows_are_refused_where_a_stage_does_not_know_their_documents(sft
 
 @pytest.mark.parametrize(("sft", "ranks", "dropout"), [(True, 2, 0.1), (True, 2, 0.0), (True, 1, 0.1), (False, 2, 0.1)])
 def test_no_masks_are_drawn_for_documents_of_unknown_samples_that_ranks_share(sft, ranks, dropout) -> None:
-    config = SimpleNamespace(pipeline_model_parallel_size=1, context_parallel_size=ranks, hidden_dropout=dropout)
-    found = _find_obstacle_to_packing(config, SimpleNamespace(sft=sft))
+    found = find_obstacles(config_of(context_parallel_size=ranks, hidden_dropout=dropout), SimpleNamespace(sft=sft))
     assert set(found) == ({"dropout", "attention"} if sft and ranks == 2 and dropout else set())
     for refusal in found.values():
         assert refusal.reason.startswith("sft is on with context_parallel_size 2 and hidden_dropout 0.1, and Megatron")
@@ -348,9 +356,9 @@ def test_chunks_that_masks_on_a_gpu_cannot_have_are_refused_at_the_start(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(is_cuda=True))
     size = 4 if comm_type == "a2a+p2p" else 2
-    config = SimpleNamespace(context_parallel_size=size, cp_comm_type=comm_type, attention_dropout=dropout)
+    config = config_of(context_parallel_size=size, cp_comm_type=comm_type, attention_dropout=dropout)
     run = SimpleNamespace(seq_length=seq_length, hierarchical_context_parallel_sizes=[2, 2])
-    found = _find_obstacle_to_chunks(config, run)
+    found = find_obstacles(config, run)
     assert set(found) == ({"attention"} if chunk else set())
     if found:
         assert found["attention"].reason == (

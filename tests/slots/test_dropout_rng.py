@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, random
 from megatron.core.transformer import cuda_graphs
 
 from tempo_megatron import TempoConfig, set_micro_batch
-from tempo_megatron.megatron_lm.patches import _announce_micro_batch
+from tempo_megatron.megatron_lm.patches import begin_micro_batch
 from tempo_megatron.slots.dropout import TempoEmbeddingDropout
 from tempo_megatron.slots.dropout_rng import STATE_NAME, compute_document_segments, draws_masks, read_micro_batch
 
@@ -123,7 +123,7 @@ def test_without_dropout_the_tracker_has_megatrons_own_states_only(monkeypatch: 
     states = put_beside(torch.zeros(16, dtype=torch.uint8), monkeypatch)
     built = SimpleNamespace(draws_masks=False)
     report = SimpleNamespace(models=[built], publish_once=lambda: None)
-    begin = functools.partial(_announce_micro_batch, report, lambda: run, lambda model, index: (model, index))
+    begin = functools.partial(begin_micro_batch, report, lambda: run, lambda model, index: (model, index))
     assert begin("chunk", 2) == ("chunk", 2)
     assert list(states) == ["model-parallel-rng"]
     built.draws_masks = True

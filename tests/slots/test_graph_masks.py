@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
 
 from tempo_megatron import TempoConfig, set_micro_batch
-from tempo_megatron.megatron_lm.patches import _announce_micro_batch, _announce_whole_step
-from tempo_megatron.slots import dropout_rng
+from tempo_megatron.megatron_lm.patches import begin_micro_batch, begin_whole_step
 from tempo_megatron.slots.dropout import TempoEmbeddingDropout
-from tempo_megatron.slots.dropout_rng import STATE_NAME, Site, find_key_and_sample
+from tempo_megatron.slots.dropout_rng import STATE_NAME, Site, find_key_and_sample, forget_graphs
 
 INPLACE = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="off")
 
@@ -34,7 +34,7 @@ def step_of(model: Any, tokens: Any) -> list[torch.Tensor]:
 
 
 def ordinary(model: Any, tokens: Any, sample: int) -> list[torch.Tensor]:
-    dropout_rng._FOR_GRAPHS = dropout_rng._SampleForGraphs()
+    forget_graphs()
     set_micro_batch(5, sample)
     return step_of(model, tokens)
 
@@ -46,11 +46,18 @@ def capture(function: Any) -> tuple[Any, Any]:
     return graph, found
 
 
+@pytest.fixture(autouse=True)
+def without_graphs() -> Iterator[None]:
+    """Nothing is announced to graphs, before and after."""
+    forget_graphs()
+    yield
+    forget_graphs()
+
+
 @pytest.fixture
 def captures(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """torch.cuda captures CPU graphs, and nothing is announced to graphs yet."""
+    """torch.cuda captures CPU graphs."""
     cpu_graphs.install(monkeypatch)
-    monkeypatch.setattr(dropout_rng, "_FOR_GRAPHS", dropout_rng._SampleForGraphs())
     return monkeypatch
 
 
@@ -97,7 +104,7 @@ def test_a_capture_that_would_freeze_its_masks_is_refused(captures: pytest.Monke
 
 def gradients_of_1f1b(device: str | None) -> Any:
     """Two micro batches, of which the second's forward runs before the first's recomputation."""
-    dropout_rng._FOR_GRAPHS = dropout_rng._SampleForGraphs()
+    forget_graphs()
     model, tokens = build(**FULL), tokens_of(0, 2)
     found = []
     for sample in (0, 6):
@@ -105,7 +112,7 @@ def gradients_of_1f1b(device: str | None) -> Any:
         found.append(run_tokens(model, tokens).mean())
     for loss in found:
         loss.backward()
-    dropout_rng._FOR_GRAPHS = dropout_rng._SampleForGraphs()
+    forget_graphs()
     return model.embedding.word_embeddings.weight.grad
 
 
@@ -120,7 +127,7 @@ def steps_of_megatrons_graph(monkeypatch: pytest.MonkeyPatch, **settings: Any) -
     report: Any = SimpleNamespace(
         models=[SimpleNamespace(draws_masks=True)], publish_once=lambda: None, say_what_moves=lambda: None
     )
-    begin = functools.partial(_announce_micro_batch, report, lambda: args, lambda model, index: None)
+    begin = functools.partial(begin_micro_batch, report, lambda: args, lambda model, index: None)
     model.zero_grad()
     weight = model.embedding.word_embeddings.weight
     weight.grad = torch.zeros_like(weight)
@@ -147,14 +154,14 @@ def steps_of_megatrons_graph(monkeypatch: pytest.MonkeyPatch, **settings: Any) -
         return told
 
     wrapper = full_cuda_graph.FullCudaGraphWrapper
-    announce, call = functools.partial(_announce_whole_step, report, lambda: args), wrapper.__call__
+    announce, call = functools.partial(begin_whole_step, report, lambda: args), wrapper.__call__
     monkeypatch.setattr(wrapper, "__call__", lambda self, *given, **more: announce(call, self, *given, **more))
     found = train(wrapper(schedule, cuda_graph_warmup_steps=1))
     graph = wrapper.cuda_graph["training"]
     states = len(graph.registered)
     wrapper.curr_iteration["training"], wrapper.cuda_graph["training"] = 0, None
     monkeypatch.setattr(get_cuda_rng_tracker(), "states_", {"rng": torch.zeros(16, dtype=torch.uint8)})
-    dropout_rng._FOR_GRAPHS = dropout_rng._SampleForGraphs()
+    forget_graphs()
     wanted = train(lambda data_iterator, **given: schedule(data_iterator=[data_iterator], **given))
     return states, found, wanted
 
@@ -176,7 +183,6 @@ def test_megatrons_graph_of_a_whole_step_draws_the_masks_of_its_micro_batches(
 
 @pytest.mark.gpu
 def test_replays_on_a_gpu_draw_the_masks_of_ordinary_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropout_rng, "_FOR_GRAPHS", dropout_rng._SampleForGraphs())
     monkeypatch.setattr(get_cuda_rng_tracker(), "states_", {})
     dropout = TempoEmbeddingDropout(0.3, SimpleNamespace(sequence_parallel=False, context_parallel_size=1))
     x = torch.ones(64, 2, 256, device="cuda")
@@ -191,7 +197,7 @@ def test_replays_on_a_gpu_draw_the_masks_of_ordinary_calls(monkeypatch: pytest.M
         set_micro_batch(5, sample)
         graph.replay()
         found.append(out.clone())
-    monkeypatch.setattr(dropout_rng, "_FOR_GRAPHS", dropout_rng._SampleForGraphs())
+    forget_graphs()
     for sample, each in enumerate(found):
         set_micro_batch(5, sample)
         assert torch.equal(each, dropout(x))
@@ -199,7 +205,6 @@ def test_replays_on_a_gpu_draw_the_masks_of_ordinary_calls(monkeypatch: pytest.M
 
 
 def test_forwards_that_megatron_repeats_to_capture_a_graph_draw_one_mask_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropout_rng, "_FOR_GRAPHS", dropout_rng._SampleForGraphs())
     monkeypatch.setattr(get_cuda_rng_tracker(), "states_", {})
     set_micro_batch(5, 7, device="cpu")
     place = (3, Site.MLP_OUTPUT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +19,12 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch.nn import functional as F
 from witness import kept_storages
 
-from tempo_kernels import late_check
 from tempo_kernels.late_check import LateCheck
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.fake_tensors import use_fake_tensors
-from tempo_megatron.slots import loss as slot
 from tempo_megatron.slots.loss import (
+    IS_MULTIPLE,
+    LossesOfTotal,
     LossHead,
     TempoBertModel,
     TempoGPTModel,
@@ -145,7 +146,7 @@ def test_what_has_no_head_stays_and_a_users_class_is_kept():
     for model in (again, constructed):
         tempoize_loss(model, FUSED)
     assert type(users) is UsersModel and type(users.output_layer) is ColumnParallelLinear
-    assert isinstance(constructed, UsersModel) and "_postprocess" not in vars(constructed)
+    assert isinstance(constructed, UsersModel)
     losses = run(build(FUSED))
     for model in (users, again, constructed):
         assert is_fused(model) and torch.equal(run(model), losses)
@@ -363,24 +364,25 @@ def test_a_class_with_a_loss_of_its_own_cannot_be_constructed_with_the_head():
         build(OFF, cls=fused_gpt_class(ModelWithLossOfItsOwn))
 
 
+@ONE_RANK
 def test_positional_signatures_equal_megatrons():
     def names(function):
         return list(inspect.signature(function).parameters)
 
+    gpt, bert = build(OFF, cls=TempoGPTModel), build_bert(FUSED)
     assert names(forward_output_layer)[1:] == names(ColumnParallelLinear.forward)[1:]
-    assert names(TempoGPTModel.compute_language_model_loss) == names(GPTModel.compute_language_model_loss)
-    ours, theirs = names(TempoGPTModel._postprocess), names(GPTModel._postprocess)
-    assert ours[:5] == theirs[:5] and "loss_mask" in theirs
-    assert names(TempoBertModel.forward)[:5] == names(BertModel.forward)[:5]
+    assert names(gpt.compute_language_model_loss) == names(GPTModel.compute_language_model_loss)[1:]
+    assert names(bert.forward) == [*names(BertModel.forward)[1:], "loss_mask"]
 
 
-class Flag:
+class Flag(torch.Tensor):
     """A flag on a device of which this machine has none."""
 
     device = torch.device("cuda")
 
-    def __init__(self, value):
-        self.value = torch.tensor(value)
+
+def on_gpu(value):
+    return torch.tensor(value).as_subclass(Flag)
 
 
 @pytest.fixture
@@ -388,31 +390,32 @@ def arrived(monkeypatch):
     """Whether each copy that was started is there by now."""
     there = []
 
-    def copy_to_host(flag):
-        index = len(there)
+    def record(index):
         there.append(False)
-        return flag.value, lambda: there[index]
+        return SimpleNamespace(record=lambda stream: None, query=lambda: there[index])
 
-    monkeypatch.setattr(late_check, "copy_to_host", copy_to_host)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **given: empty(*sizes, **given))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: record(len(there)))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return there
 
 
 def test_a_flag_of_a_gpu_is_told_when_it_has_arrived_and_once(arrived, monkeypatch):
     check = LateCheck("it is wrong; mend it")
-    check.note(Flag(False))
-    check.note(Flag(True))
+    check.note(on_gpu(False))
+    check.note(on_gpu(True))
     check.raise_if_noted()  # neither is there
     arrived[0] = True
-    check.raise_if_noted()
-    assert len(check._under_way) == 1  # what was right is let go
+    check.raise_if_noted()  # what was right is let go
     arrived[1] = True
     with pytest.raises(RuntimeError, match="it is wrong; mend it"):
         check.raise_if_noted()
     check.raise_if_noted()
     # Inside of a capture nothing is started.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    check.note(Flag(True))
+    check.note(on_gpu(True))
     assert len(arrived) == 2
 
 
@@ -426,26 +429,29 @@ def test_a_watched_flag_is_told_once_and_asks_no_gpu_where_it_lies_on_a_cpu(monk
     check.watch(flag)  # it was set to 0
 
 
-def test_on_a_cpu_it_is_told_at_once_and_the_fused_loss_tells_it_when_the_model_is_next_called():
-    check = LateCheck("it is wrong")
+@ONE_RANK
+def test_on_a_cpu_it_is_told_at_once_and_the_fused_loss_tells_it_when_the_model_is_next_called(arrived):
+    check, model = LateCheck("it is wrong"), build(FUSED)
     check.note(torch.tensor(False))
     with pytest.raises(RuntimeError, match="it is wrong"):
         check.note(torch.tensor(True))
-    slot._IS_MULTIPLE._under_way.append((torch.tensor(True), lambda: True))
+    IS_MULTIPLE.note(on_gpu(True))
+    run(model)  # it is not there
+    arrived[0] = True
     with pytest.raises(RuntimeError, match="not a number times loss_mask"):
-        forward_output_layer(object(), torch.zeros(1))
-    assert not slot._IS_MULTIPLE._under_way
+        run(model)
+    run(model)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_wrong_gradient_is_nan_and_the_next_forward_says_why():
     losses, weights = (torch.rand(2, 8, device="cuda") for _ in range(2))
     total = (losses * weights).sum().requires_grad_()
-    (slot._LossesOfTotal.apply(total, losses, weights) * weights).sum().backward()
+    (LossesOfTotal.apply(total, losses, weights) * weights).sum().backward()
     torch.cuda.synchronize()
-    slot._IS_MULTIPLE.raise_if_noted()
-    (slot._LossesOfTotal.apply(total, losses, weights) * losses).sum().backward()
+    IS_MULTIPLE.raise_if_noted()
+    (LossesOfTotal.apply(total, losses, weights) * losses).sum().backward()
     assert total.grad.isnan()
     with pytest.raises(RuntimeError, match="not a number times loss_mask"):
-        slot._IS_MULTIPLE.raise_if_noted()
-    slot._IS_MULTIPLE.raise_if_noted()
+        IS_MULTIPLE.raise_if_noted()
+    IS_MULTIPLE.raise_if_noted()

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from tempo_megatron import TempoConfig, tempoize, tempoize_embedding, tempoize_hybrid, tempoize_loss
 from tempo_megatron.megatron_lm import patches, versions
 from tempo_megatron.megatron_lm.report import RunReport
-from tempo_megatron.slots.megatron_versions import VERSION
+from tempo_megatron.slots.megatron_versions import find_version
 from tempo_megatron.slots.report import report_on
 
 OFF, run = te_cases.OFF, te_cases.run_gpt
@@ -204,9 +204,9 @@ def what_the_launcher_builds() -> dict[str, Any]:
     patches.get_hook = lambda place, version: (
         (lambda: SimpleNamespace(seed=1)) if place == versions.GET_ARGS else versions.get_hook(place, version)
     )
-    report = RunReport(str(VERSION), Path(), None)
+    report = RunReport(str(find_version()), Path(), None)
     stock = HybridModel.__init__
-    patches.patch_models(str(VERSION), TempoConfig(attention="flash", layers={"2": {"norm": "off"}}), report)
+    patches.patch_models(str(find_version()), TempoConfig(attention="flash", layers={"2": {"norm": "off"}}), report)
     config = gpt_config(num_layers=5, add_bias_linear=False, is_hybrid_model=True, dropout=0.1, **EXPERTS)
     HybridModel(config, stack_spec(), VOCAB_SIZE, SEQ_LENGTH, hybrid_layer_pattern=PATTERN)
     HybridModel.__init__ = stock

@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize
-from tempo_megatron.slots.megatron_versions import VERSION
+from tempo_megatron.slots.megatron_versions import find_version
 from tempo_megatron.slots.report import report_on
 
 OFF = TempoConfig.off()
@@ -129,7 +129,7 @@ def main() -> None:
     start_rank(sys.argv[1], 0, 1)
     found = {name: measure(*case) for name, case in CASES.items()}
     dropped = {name: dropped_loss(*case) for name, case in CASES.items()}
-    told = {"version": str(VERSION), "cases": found, "dropped": dropped, "left": what_is_left()}
+    told = {"version": str(find_version()), "cases": found, "dropped": dropped, "left": what_is_left()}
     torch.distributed.destroy_process_group()
     print(json.dumps(told))
 

@@ -29,8 +29,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from sequence_parts import take_part
 
 from tempo_megatron import TempoConfig, set_micro_batch, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
-from tempo_megatron.slots import dropout_rng
-from tempo_megatron.slots.megatron_versions import VERSION
+from tempo_megatron.slots.dropout_rng import derive_site_key
+from tempo_megatron.slots.megatron_versions import find_version
 
 OFF = TempoConfig.off()
 DEPTHS = 2
@@ -85,9 +85,10 @@ def forward(model: Any, *, gives_mask: bool, gives_loss_mask: bool) -> Any:
 def train(tempo_config: TempoConfig, *, gives_mask: bool, gives_loss_mask: bool = True, **settings: Any) -> Any:
     """(loss, gradients by name), what Megatron logs of the further tokens, and how many masks were drawn."""
     MTPLossLoggingHelper.tracker.clear()
+    derive_site_key.cache_clear()  # of each mask it is asked for one
     model = build(tempo_config, **settings)
     losses, loss_mask = forward(model, gives_mask=gives_mask, gives_loss_mask=gives_loss_mask)
-    num_masks = len(dropout_rng._DRAWN)
+    num_masks = derive_site_key.cache_info().currsize
     loss = (losses * loss_mask).sum()
     loss.backward()
     loss = loss.detach()
@@ -114,7 +115,7 @@ def main() -> None:
                 "masks": num_masks,
                 "recomputed": [plain[0] - again[0], largest_gradient_error_eps(again[1], plain[1])],
             }
-        print(json.dumps({"version": str(VERSION), "found": found}))
+        print(json.dumps({"version": str(find_version()), "found": found}))
         sys.stdout.flush()
         torch.distributed.destroy_process_group()
 

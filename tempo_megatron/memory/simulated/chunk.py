@@ -57,7 +57,7 @@ from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import STACKS_OF_FAMILIES
 from tempo_megatron.slots.choose import choose
-from tempo_megatron.slots.megatron_versions import VERSION, is_since
+from tempo_megatron.slots.megatron_versions import find_version, is_since
 
 
 def simulate_chunk(run: Run, layers: range, *, has_gradients: bool = False, **ends_given: bool) -> ChunkMemory:
@@ -180,8 +180,8 @@ def _simulate(run: Run) -> Iterator[None]:
     if not is_since("0.16") and (run.moe_shared_expert_gate or precedes_head):
         given = "--moe-shared-expert-gate" if run.moe_shared_expert_gate else "m|L in --pipeline-model-parallel-layout"
         raise ValueError(
-            f"{given} is given and megatron-core {VERSION.public} is installed, with which the estimate does not know "
-            "it; install 0.16"
+            f"{given} is given and megatron-core {find_version().public} is installed, with which the estimate does "
+            "not know it; install 0.16"
         )
     with simulate_rank(run.layout.tp):
         if run.stock == "cpu":
