@@ -187,12 +187,12 @@ def _read_boundaries(cu_seqlens: Tensor, size: int, num_rows: int) -> tuple[int,
     return boundaries
 
 
-Ends = tuple[int, ...]
-"""Where documents begin and end in a rank's rows, two chunks of each."""
+Ends = tuple[int, ...] | None
+"""Where documents begin and end in a rank's rows, two chunks of each; None where there is one document."""
 
 
 def _get_ends(boundaries: tuple[int, ...], size: int) -> Ends:
-    return tuple(end // size for end in boundaries)
+    return None if len(boundaries) == 2 else tuple(end // size for end in boundaries)
 
 
 class _ExchangeHeads(torch.autograd.Function):
@@ -334,12 +334,18 @@ def _all_gather(x: Tensor, group: Any) -> Tensor:
 def _order_rows(parts: Tensor, ends: Ends) -> Tensor:
     """[size * s, ...] in the order of the sequence, of every rank's [size, s, ...]: the ranks' first chunks, then their
     second chunks in the reverse order of ranks; of a packed row for each document."""
-    return parts.flatten(0, 1).index_select(0, _compute_order(ends, parts.size(0), parts.device)[0])
+    if ends is not None:
+        return parts.flatten(0, 1).index_select(0, _compute_order(ends, parts.size(0), parts.device)[0])
+    chunks = parts.unflatten(1, (2, -1))
+    return torch.cat((chunks[:, 0].flatten(0, 1), chunks[:, 1].flip(0).flatten(0, 1)))
 
 
 def _split_rows(x: Tensor, size: int, ends: Ends) -> Tensor:
     """The inverse of _order_rows."""
-    return x.index_select(0, _compute_order(ends, size, x.device)[1]).view(size, -1, *x.shape[1:])
+    if ends is not None:
+        return x.index_select(0, _compute_order(ends, size, x.device)[1]).view(size, -1, *x.shape[1:])
+    first, second = (half.unflatten(0, (size, -1)) for half in x.chunk(2))
+    return torch.stack((first, second.flip(0)), dim=1).flatten(1, 2)
 
 
 @functools.lru_cache(maxsize=16)

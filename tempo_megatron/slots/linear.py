@@ -51,23 +51,6 @@ class TempoRowParallelLinear(DropsInput, RowParallelLinear):
     """RowParallelLinear that does not keep its input; see DropsInput."""
 
 
-class NormInFront:
-    """A base of linears that contain the norm in front of them, and can tell the norm's output."""
-
-    normed: Callable[[], Tensor] | None = None
-    """The norm's output, as `hold` returns it, from a forward with a graph until `take_normed`."""
-
-    def take_normed(self) -> Callable[[], Tensor]:
-        """The norm's output of the last forward, which it then no longer holds."""
-        normed, self.normed = self.normed, None
-        assert normed is not None
-        return normed
-
-    def run_linear(self, y: Tensor) -> Any:
-        """(output, bias) of the norm's output."""
-        raise NotImplementedError
-
-
 class LinearCall(torch.nn.Module):
     """One call of a linear that can be repeated. It keeps the linear's input, which the linear keeps anyway.
 
@@ -97,9 +80,11 @@ class LinearCall(torch.nn.Module):
                 f"the weight of a {type(self.linear).__name__} is partitioned by ZeRO-3, which has not gathered it "
                 'when it runs again; expected ZeRO 0, 1 or 2; set tempo.linear_fc1 and tempo.linear_qkv to "off"'
             )
-        take_input = None if isinstance(self.linear, NormInFront) else hold(input_)
+        # A linear that contains the norm in front of it tells the norm's output.
+        has_norm = hasattr(self.linear, "take_normed")
+        take_input = None if has_norm else hold(input_)
         result = self.linear(input_)
-        self._take_input = self.linear.take_normed() if isinstance(self.linear, NormInFront) else take_input
+        self._take_input = self.linear.take_normed() if has_norm else take_input
         self.output = result[0]
         return result
 
@@ -112,8 +97,7 @@ class LinearCall(torch.nn.Module):
     def repeat(self) -> Any:
         """(output, bias) once more, in backward and without a graph."""
         assert self._take_input is not None
-        run = self.linear.run_linear if isinstance(self.linear, NormInFront) else self.linear
-        return run(self._take_input())
+        return getattr(self.linear, "run_linear", self.linear)(self._take_input())
 
 
 class Function(torch.nn.Module):

@@ -18,7 +18,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.models.bert.bert_model import BertModel
@@ -202,29 +202,19 @@ def fused_t5_class(cls: Any = T5Model) -> Any:
     return _make_fused_class(cls)
 
 
-class _Entry(NamedTuple):
-    """The method of a model around its output layer that is given the labels."""
-
-    method: str
-    labels: str
-    """The argument of that name."""
-    place: int
-    """Of the labels among the arguments."""
-    has_loss_mask: bool
-    """Whether the stock method takes one."""
-
-
+# Megatron's model -> its method around the output layer that is given the labels, and their name among its arguments.
 _ENTRIES = {
-    "GPTModel": _Entry("_postprocess", "labels", 3, True),
-    "BertModel": _Entry("forward", "lm_labels", 3, False),
-    "T5Model": _Entry("forward", "lm_labels", 5, False),
-    "HybridModel": _Entry("forward", "labels", 4, True),  # since 0.18
+    "GPTModel": ("_postprocess", "labels"),
+    "BertModel": ("forward", "lm_labels"),
+    "T5Model": ("forward", "lm_labels"),
+    "HybridModel": ("forward", "labels"),  # since 0.18
 }
 
 
-def _get_entry(cls: type) -> _Entry | None:
-    names = (base.__name__ for base in cls.__mro__ if base.__module__.startswith("megatron.core."))
-    return next((_ENTRIES[name] for name in names if name in _ENTRIES), None)
+def _find_base(cls: type) -> Any:
+    """The class of Megatron's in _ENTRIES that `cls` is or derives from; None where there is none."""
+    known = (base for base in cls.__mro__ if base.__module__.startswith("megatron.core.") and base.__name__ in _ENTRIES)
+    return next(known, None)
 
 
 @functools.cache
@@ -239,17 +229,21 @@ def _make_fused_class(cls: Any) -> Any:
     return Fused
 
 
-def _tell_head(run: Callable[..., Any], entry: _Entry) -> Callable[..., Any]:
-    """A model's method, during which the output layer knows the labels that the method is given."""
+def _tell_head(cls: Any, method: str, labels_name: str) -> Callable[..., Any]:
+    """The method of a model's class, during which the output layer knows the labels that the method is given; with an
+    argument loss_mask where Megatron's has none."""
+    run: Any = getattr(cls, method)
+    names = list(inspect.signature(getattr(_find_base(cls), method)).parameters)[1:]
+    place, has_loss_mask = names.index(labels_name), "loss_mask" in names
 
     @functools.wraps(run)
     def run_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
         head = get_loss_head(self)
-        loss_mask = kwargs.get("loss_mask") if entry.has_loss_mask else kwargs.pop("loss_mask", None)
+        loss_mask = kwargs.get("loss_mask") if has_loss_mask else kwargs.pop("loss_mask", None)
         # A user's output processor may ask the output layer for logits.
         if head is None or kwargs.get("output_processor") is not None:
             return run(self, *args, **kwargs)
-        labels = args[entry.place] if len(args) > entry.place else kwargs.get(entry.labels)
+        labels = args[place] if len(args) > place else kwargs.get(labels_name)
         head.labels, head.loss_mask = labels, loss_mask
         head.further = _roll_targets(self, labels, loss_mask, kwargs.get("packed_seq_params"))
         try:
@@ -257,7 +251,7 @@ def _tell_head(run: Callable[..., Any], entry: _Entry) -> Callable[..., Any]:
         finally:
             head.labels, head.loss_mask, head.further = None, None, []
 
-    if not entry.has_loss_mask:
+    if not has_loss_mask:
         signature = inspect.signature(run)
         mask = inspect.Parameter("loss_mask", inspect.Parameter.KEYWORD_ONLY, default=None)
         found: Any = run_and_tell
@@ -294,8 +288,7 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     _count_predictions_of_fused_heads()
     layer, cls = model.output_layer, type(model)
     layer.loss_head = LossHead(_get_logits_scale(model))
-    entry = _get_entry(cls)
-    assert entry is not None  # or choose_loss had refused it
+    method, labels_name = _ENTRIES[_find_base(cls).__name__]
 
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Any:
         """The losses that the output layer returned, or Megatron's of real logits."""
@@ -307,12 +300,12 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
 
     methods = {
         (layer, "forward"): forward_output_layer,
-        (model, entry.method): _tell_head(getattr(cls, entry.method), entry),
+        (model, method): _tell_head(cls, method, labels_name),
         (model, "compute_language_model_loss"): compute_language_model_loss,
         **({(model, "_scale_logits"): scale_logits} if hasattr(cls, "_scale_logits") else {}),  # since 0.17
     }
-    for (owner, name), method in methods.items():
-        setattr(owner, name, types.MethodType(method, owner))
+    for (owner, name), function in methods.items():
+        setattr(owner, name, types.MethodType(function, owner))
 
 
 def get_loss_head(model: Any) -> LossHead | None:
@@ -341,7 +334,7 @@ def choose_loss(model: Any, tempo_config: TempoConfig) -> tuple[str, str | None]
 
 def _find_obstacle(model: Any) -> str | None:
     """Why a built model cannot have the fused head; None where it can."""
-    if _get_entry(type(model)) is None:
+    if _find_base(type(model)) is None:
         known = "GPTModel, BertModel, T5Model and HybridModel"
         return f"the model is a {type(model).__name__}, and the fused loss is for {known}"
     if getattr(model, "mtp_num_depths", 0):  # of a HybridModel's pattern

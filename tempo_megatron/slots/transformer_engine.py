@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -38,7 +39,7 @@ from tempo_kernels.recompute import drop, hold
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.attention import CAUSAL, TempoDotProductAttention, TempoRecomputeDotProductAttention
 from tempo_megatron.slots.choose import Obstacles, Refusal
-from tempo_megatron.slots.linear import DropsInput, NormInFront, is_quantised, keep_given_input, name_as_stock
+from tempo_megatron.slots.linear import DropsInput, is_quantised, keep_given_input, name_as_stock
 from tempo_megatron.slots.mlp import TempoLinearRecomputeMLP, TempoMLP, TempoRecomputeMLP, TempoTiledMLP
 from tempo_megatron.slots.slot_content import find_class, find_submodules, list_fields
 
@@ -46,7 +47,7 @@ _MASKS = (AttnMaskType.causal, AttnMaskType.no_mask)
 """Under which TE's attention looks at no mask that it is given."""
 
 
-class SplitNorm(NormInFront):
+class SplitNorm:
     """Tempo's norm, then Transformer Engine's linear: a base of classes whose next base is Megatron's
     `TELayerNormColumnParallelLinear`.
 
@@ -65,6 +66,9 @@ class SplitNorm(NormInFront):
     keep: ClassVar[str] = "inplace"
     runs_again: ClassVar[bool] = False
     """Whether a LinearCall asks for the norm's output."""
+
+    normed: Callable[[], Tensor] | None = None
+    """The norm's output, as `hold` returns it, from a forward with a graph until `take_normed`."""
 
     def __init__(self: Any, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)  # type: ignore[call-arg]
@@ -94,6 +98,12 @@ class SplitNorm(NormInFront):
             y = gather_from_sequence_parallel_region(y, group=self.tp_group)
         output, bias = result
         return (output, bias, y) if self.te_return_bias else ((output, y), bias)
+
+    def take_normed(self) -> Callable[[], Tensor]:
+        """The norm's output of the last forward, which it then no longer holds."""
+        normed, self.normed = self.normed, None
+        assert normed is not None
+        return normed
 
     def run_linear(self: Any, y: Tensor) -> Any:
         """(output, bias or None) of the norm's output."""
