@@ -3,6 +3,7 @@ run's numbers stay as they are."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable
@@ -17,113 +18,128 @@ from gpt import FULL, build_gpt, gpt_config, gradients, losses
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import moe_utils
 
 from tempo_megatron import TempoConfig, set_micro_batch
 from tempo_megatron.models.build import DTYPES, build_layer, build_model, build_transformer_config, make_inputs
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.models.shape_file import read_shape_file
-from tempo_megatron.slots import attention, dropout, mlp, norm
+from tempo_megatron.slots.attention import TempoDotProductAttention
+from tempo_megatron.slots.block_slots import get_value
 from tempo_megatron.slots.check import LayerChecks
+from tempo_megatron.slots.mlp import TempoMLP
+from tempo_megatron.slots.norm import TempoNorm
 
 MODELS = Path(__file__).parents[2] / "configs" / "model"
 ONE_RANK = pytest.mark.usefixtures("one_rank")
 AUTO = TempoConfig()
 
 
-def watch(model: Any, tempo_config: TempoConfig = AUTO) -> list[str]:
+def watch(model: Any, tempo_config: TempoConfig = AUTO, build: Callable[..., Any] = build_layer) -> list[str]:
     """The lines of a model's comparisons, once it has run."""
     lines: list[str] = []
-    LayerChecks(lines.append, build_layer).add(model, tempo_config)
+    LayerChecks(lines.append, build).add(model, tempo_config)
     return lines
 
 
-def run_gpt(tempo_config: TempoConfig = AUTO, dtype: torch.dtype = torch.float32, **settings: Any) -> list[str]:
+def run_gpt(
+    tempo_config: TempoConfig = AUTO,
+    dtype: torch.dtype = torch.float32,
+    build: Callable[..., Any] = build_layer,
+    **settings: Any,
+) -> list[str]:
     model = build_gpt(gpt_config(params_dtype=dtype, bf16=dtype == torch.bfloat16, **settings), tempo_config)
-    lines = watch(model, tempo_config)
+    lines = watch(model, tempo_config, build)
     losses(model, 0, 2, gives_mask=tempo_config.attention == "off")
     return lines
 
 
-def drop_bias(patch: pytest.MonkeyPatch) -> None:
-    apply = dropout.apply_dropout
-    patch.setattr(dropout, "apply_dropout", lambda x, bias, *rest: apply(x, None, *rest))
+def drop_bias(layer: Any) -> None:
+    for name in ("self_attn_bda", "mlp_bda"):
+        choose = getattr(layer, name)
+        if get_value("dropout", choose) != "off":
+            setattr(layer, name, lambda *how, choose=choose: lambda x, *rest: choose(*how)((x[0], None), *rest))
 
 
-def take_another_eps(patch: pytest.MonkeyPatch) -> None:
-    construct = norm.TempoNorm.__init__
-    patch.setattr(norm.TempoNorm, "__init__", lambda self, *args, eps, **kwargs: construct(
-        self, *args, eps=10 * eps, **kwargs
-    ))  # fmt: skip
+def take_another_eps(layer: Any) -> None:
+    for norm in layer.modules():
+        if isinstance(norm, TempoNorm):
+            norm.eps *= 10
 
 
-def make_the_gradient_wrong(patch: pytest.MonkeyPatch) -> None:
-    class Wrong(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            return x.view_as(x)
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.view_as(x)
 
-        @staticmethod
-        def backward(ctx: Any, grad: Any) -> Any:
-            return grad * 1.1
-
-    choose = mlp.make_activation
-    patch.setattr(mlp, "make_activation", lambda *given: lambda *args: Wrong.apply(choose(*given)(*args)))
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad * 1.1
 
 
-def shorten_the_window(patch: pytest.MonkeyPatch) -> None:
-    compute = attention.attention
-
-    def attend(*args: Any, **given: Any) -> Any:
-        before, after = given["window_size"]
-        return compute(*args, **{**given, "window_size": (before - 1, after)})
-
-    patch.setattr(attention, "attention", attend)
+def make_the_gradient_wrong(layer: Any) -> None:
+    if isinstance(layer.mlp, TempoMLP):
+        layer.mlp.linear_fc2.register_forward_pre_hook(lambda _, inputs: Wrong.apply(inputs[0]))
 
 
-def transpose_heads(patch: pytest.MonkeyPatch) -> None:
-    compute = attention.attention
-    patch.setattr(attention, "attention", lambda *args, **given: compute(*args, **given).flip(2))
+def shorten_the_window(layer: Any) -> None:
+    attention = layer.self_attention
+    if isinstance(attention.core_attention, TempoDotProductAttention):
+        config = copy.copy(layer.config)
+        config.window_size = (config.window_size[0] - 1, config.window_size[1])
+        attention.core_attention = TempoDotProductAttention(config, 1, AttnMaskType.causal, "self")
 
 
-FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, dict[str, Any]]] = {
-    "a bias is dropped": (drop_bias, r"tempo\.dropout \"recompute\" \(in self_attn_bda, mlp_bda\)", "dropout", {}),
-    "the norm has another eps": (take_another_eps, r"tempo\.norm \"inplace\" \(in input_layernorm, pre_m", "norm", {}),
-    "the activation's gradient is wrong": (make_the_gradient_wrong, r"tempo\.activation \"inplace\" \(in mlp\)",
-                                           "activation", {}),
-    "the window is one too short": (shorten_the_window, r"\(in self_attention\.core_attention\)", "attention",
-                                    {"window_size": (5, 0)}),
-    "heads change places": (transpose_heads, r"tempo\.attention \"flash\"", "attention", {}),
-}  # fmt: skip
+def transpose_heads(layer: Any) -> None:
+    core_attention = layer.self_attention.core_attention
+    if isinstance(core_attention, TempoDotProductAttention):
+        heads = (core_attention.num_attention_heads_per_partition, -1)
+        core_attention.register_forward_hook(lambda _, inputs, out: out.unflatten(-1, heads).flip(2).flatten(2))
+
+
+def with_faults(*faults: Callable[[Any], None]) -> Callable[..., Any]:
+    """Builds the layers that are compared with faults in Tempo's modules."""
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        layer = build_layer(*args, **kwargs)
+        for fault in faults:
+            fault(layer)
+        return layer
+
+    return build
 
 
 @ONE_RANK
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_stops_the_run_and_names_its_operation(
-    monkeypatch: pytest.MonkeyPatch, fault: str, dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("fault", "where", "operation", "settings"),
+    [
+        (drop_bias, r"tempo\.dropout \"recompute\" \(in self_attn_bda, mlp_bda\)", "dropout", {}),
+        (take_another_eps, r"tempo\.norm \"inplace\" \(in input_layernorm, pre_m", "norm", {"layernorm_epsilon": 1e-3}),
+        (make_the_gradient_wrong, r"tempo\.activation \"inplace\" \(in mlp\)", "activation", {}),
+        (shorten_the_window, r"\(in self_attention\.core_attention\)", "attention", {"window_size": (5, 0)}),
+        (transpose_heads, r"tempo\.attention \"flash\"", "attention", {}),
+    ],
+)
+def test_a_fault_stops_the_run_and_names_its_operation(
+    fault: Callable[[Any], None], where: str, operation: str, settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    plant, where, operation, settings = FAULTS[fault]
-    plant(monkeypatch)
-    if dtype == torch.bfloat16 and fault == "the norm has another eps":
-        settings = {"layernorm_epsilon": 1e-3}
     with pytest.raises(ValueError, match=rf"(?s)decoder\.layers\.0 .*{where}.*train with --tempo-{operation} off$"):
-        run_gpt(dtype=dtype, **settings)
+        run_gpt(dtype=dtype, build=with_faults(fault), **settings)
 
 
 @ONE_RANK
-def test_two_faults_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    transpose_heads(monkeypatch)
-    take_another_eps(monkeypatch)
+def test_two_faults_are_both_named() -> None:
     with pytest.raises(ValueError, match="train with --tempo-norm off, --tempo-attention off$"):
-        run_gpt()
+        run_gpt(build=with_faults(transpose_heads, take_another_eps))
 
 
 @ONE_RANK
-def test_a_fault_that_is_turned_off_or_not_looked_for_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_another_eps(monkeypatch)
-    assert [line[:8] for line in run_gpt(TempoConfig(norm="off"))] == ["checked:"]
-    assert run_gpt(TempoConfig(check="off")) == []
+def test_a_fault_that_is_turned_off_or_not_looked_for_does_not_stop_the_run() -> None:
+    build = with_faults(take_another_eps)
+    assert [line[:8] for line in run_gpt(TempoConfig(norm="off"), build=build)] == ["checked:"]
+    assert run_gpt(TempoConfig(check="off"), build=build) == []
 
 
 VALUES = (
@@ -270,11 +286,9 @@ def test_tensor_parallel_ranks_are_checked_alike_and_change_nothing() -> None:
 
 def plant_on_a_rank(rank: int) -> str:
     """The error of a run in which one tensor-parallel rank alone has a fault."""
-    with pytest.MonkeyPatch.context() as patch:
-        if parallel_state.get_tensor_model_parallel_rank() == rank:
-            make_the_gradient_wrong(patch)
-        with pytest.raises(ValueError) as caught:
-            run_gpt(sequence_parallel=True)
+    faults = [make_the_gradient_wrong] if parallel_state.get_tensor_model_parallel_rank() == rank else []
+    with pytest.raises(ValueError) as caught:
+        run_gpt(sequence_parallel=True, build=with_faults(*faults))
     return str(caught.value)
 
 
@@ -285,15 +299,11 @@ def test_a_fault_of_one_tensor_parallel_rank_stops_both() -> None:
 
 
 @ONE_RANK
-def test_what_cannot_be_compared_is_said_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compared_is_said_with_its_reason() -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no kernel for this device")
 
-    model = build_gpt(gpt_config(), AUTO)
-    lines: list[str] = []
-    LayerChecks(lines.append, refuse).add(model, AUTO)
-    losses(model, 0, 2, gives_mask=False)
-    assert lines == ["not checked: decoder.layers.0: RuntimeError: no kernel for this device"]
+    assert run_gpt(build=refuse) == ["not checked: decoder.layers.0: RuntimeError: no kernel for this device"]
 
 
 @ONE_RANK

@@ -139,7 +139,7 @@ def test_slots_are_counted_and_described(found) -> None:
         "s*s tensor and no mask either",
         "norm in decoder.layers.1 (self_attention.linear_qkv, mlp.linear_fc1): off for layer 1",
     ]
-    assert replaced["final norm"] == ["TENorm", "TempoTELayerNorm"]
+    assert replaced["final norm"] == ["TENorm", "TempoTENorm"]
 
 
 def test_what_has_a_linear_do_more_than_keep_its_input_is_refused(found) -> None:
