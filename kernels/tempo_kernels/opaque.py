@@ -24,6 +24,7 @@ NUM_ROUNDS = 3
 """The rounds that a loop over fake blocks runs: the first, one that represents all others, and the last."""
 
 _simulation: Callable[..., Any] | None = None
+_block_elements: dict[str, int] = {}
 _WORD = 1 << 32
 
 
@@ -128,6 +129,22 @@ def run_or_simulate(function: Callable[..., ResultT], first: Tensor, *others: An
         return function(first, *others, **numbers)
     result: ResultT = _simulation(function, first, *others, **numbers)
     return result
+
+
+@contextlib.contextmanager
+def use_blocks(**elements: int) -> Iterator[None]:
+    """Gives rooms, by their names, blocks of so many elements inside the context, in place of their own sizes."""
+    global _block_elements
+    before, _block_elements = _block_elements, {**_block_elements, **elements}
+    try:
+        yield
+    finally:
+        _block_elements = before
+
+
+def get_block_elements(room: str, own: int) -> int:
+    """Returns the elements of a room's blocks: its own, or those of the innermost `use_blocks`."""
+    return _block_elements.get(room, own)
 
 
 def cut(size: int, step: int) -> list[slice]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from covering import exhaustive
 from every_operation import LABELS, OPERATIONS, TOKEN_WEIGHTS, B, H, S, make_inputs
 from torch import Tensor
 from torch._dynamo.utils import counters
+from witness import assert_same
 
 from tempo_kernels.attention import attention
 from tempo_kernels.dropout_add import bias_dropout_add
@@ -44,13 +46,8 @@ def run(function: Callable[..., Tensor], inputs: list[Tensor], *numbers: Any) ->
     return [out.detach(), *(leaf.grad for leaf in leaves)], sum(kept.values())
 
 
-def assert_same(found: list[Tensor | None], wanted: list[Tensor | None]) -> None:
-    for ours, theirs in zip(found, wanted, strict=True):
-        if theirs is None:
-            assert ours is None
-        else:
-            # What torch compiles around an operation may round otherwise.
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+# What torch compiles around an operation may round otherwise.
+assert_close = partial(assert_same, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +74,7 @@ def test_one_graph_serves_every_step(name: str, backend: str) -> None:
     for step, key in enumerate(KEYS):
         inputs = make_inputs(seed=step)
         (found, kept), (wanted, kept_eagerly) = (run(f, inputs, key, 8 * step) for f in (compiled, function))
-        assert_same(found, wanted)
+        assert_close(found, wanted)
         graphs.append(counters["stats"]["unique_graphs"])
         # Products around an operation are the compiler's to keep or not.
         assert kept <= kept_eagerly or name in DRAWING
@@ -96,7 +93,7 @@ def test_device_data_is_one_graph_from_the_first_step_on(name: str) -> None:
         ]
         inputs = make_inputs(seed=step)
         found, wanted = run(compiled, inputs, *numbers)[0], run(function, inputs, key, 8 * step)[0]
-        assert_same(found, wanted)
+        assert_close(found, wanted)
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -106,14 +103,14 @@ def test_the_same_tensor_may_come_twice() -> None:
         return bias_dropout_add(attention(q, q, q, causal=True, softmax_scale=0.3).view(S, B, H), None, x, p=0.1, key=1)
 
     x = make_inputs()[:1]
-    assert_same(run(torch.compile(twice, fullgraph=True, backend="aot_eager"), x)[0], run(twice, x)[0])
+    assert_close(run(torch.compile(twice, fullgraph=True, backend="aot_eager"), x)[0], run(twice, x)[0])
 
 
 def test_a_size_that_changes_is_one_more_graph() -> None:
     compiled = torch.compile(lambda x: swiglu(gelu(x)), fullgraph=True, backend="aot_eager")
     for rows in (4, 6, 9, 13):
         inputs = [torch.randn(rows, B, H)]
-        assert_same(run(compiled, inputs)[0], run(lambda x: swiglu(gelu(x)), inputs)[0])
+        assert_close(run(compiled, inputs)[0], run(lambda x: swiglu(gelu(x)), inputs)[0])
     assert counters["stats"]["unique_graphs"] == 2
 
 
@@ -132,9 +129,9 @@ def test_export_has_the_operations_as_nodes() -> None:
 def test_a_compiled_norm_has_no_room_for_lost_channels_and_says_so() -> None:
     x, weight, bias = torch.randn(S, H, requires_grad=True), torch.ones(H), torch.zeros(H)
     compiled = torch.compile(layer_norm, fullgraph=True, backend="aot_eager")
-    assert_same([compiled(x, weight, bias)], [layer_norm(x, weight, bias)])
+    assert_close([compiled(x, weight, bias)], [layer_norm(x, weight, bias)])
     weight[3:5] = 0
     with pytest.raises(RuntimeError, match='weight of 2 of 32 channels is too small .* keep="recompute"'):
         compiled(x, weight, bias)
     with torch.no_grad():
-        assert_same([compiled(x, weight, bias)], [layer_norm(x, weight, bias)])
+        assert_close([compiled(x, weight, bias)], [layer_norm(x, weight, bias)])

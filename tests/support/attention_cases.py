@@ -101,6 +101,40 @@ class _Parts(torch.autograd.Function):
         return *grads, grad_sink, None, None
 
 
+SLOPES = torch.tensor([0.5, 0.25, 0.0625, 0.3])
+# What is given: a sink, the softcap, ALiBi's slopes, whether the bias has samples, heads and queries.
+CHANGES = {
+    "sink": (True, None, False, None),
+    "softcap": (False, 0.7, False, None),
+    "slopes": (False, None, True, None),
+    "bias of heads": (False, None, False, (False, True, True)),
+    "bias of samples": (False, None, False, (True, False, False)),
+    "bias of rows": (False, None, False, (True, False, True)),
+    "all": (True, 1.5, True, (True, True, True)),
+}
+# causal, window_size, whether there is a mask
+SEEN = {
+    "all": (False, None, False),
+    "causal": (True, None, False),
+    "window": (False, (5, 2), False),
+    "mask": (True, None, True),
+}
+
+
+def make_change(change, b, a, sq, sk):
+    """The sink, the bias, the softcap and ALiBi's slopes of one of CHANGES."""
+    has_sink, softcap, has_slopes, has_sizes = change
+    sizes = has_sizes and [size if has_size else 1 for size, has_size in zip((b, a, sq), has_sizes, strict=True)]
+    bias = None if sizes is None else torch.randn(*sizes, sk)
+    return torch.randn(a) if has_sink else None, bias, softcap, SLOPES if has_slopes else None
+
+
+def make_mask(b, sq, sk):
+    mask = torch.rand(b, 1, sq, sk) < 0.3
+    mask[0, 0, 2] = True  # a row whose every key is hidden
+    return mask
+
+
 def padding(b, sq, sk):
     """Samples of different lengths; in the last one everything is hidden."""
     lengths = torch.linspace(sk, 0, b).long()

@@ -37,9 +37,12 @@ def settings(
 
 def run(module, q, k, v, grad, mask, chosen, **more):
     """out, grad_q, grad_k and grad_v, and the gradients of the bias and the sink where they are given."""
-    inputs = Inputs(q, k, v, mask, **more)
+    return run_inputs(module, Inputs(q, k, v, mask, **more), grad, chosen)
+
+
+def run_inputs(module, inputs, grad, chosen):
     out, logsumexp = module.forward(inputs, chosen)
-    grads = module.backward(grad, inputs, Kept(out, logsumexp), chosen, needs_grad_bias=True)
+    grads = module.backward(grad, inputs, Kept(out, logsumexp), chosen, needs_grad_bias=inputs.bias is not None)
     return [out, *(g for g in grads if g is not None)]
 
 

@@ -21,6 +21,14 @@ def exhaustive(*cases: Sequence[Any]) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases]
 
 
+def compiles(test: Any) -> Any:
+    """Marks a test that needs the compiler of C++, and so seconds."""
+    from tempo_kernels.compiled import find_compiler
+
+    skip = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+    return pytest.mark.slow(skip(test))
+
+
 def cover(lengths: Sequence[int], num_pairing: int) -> list[tuple[int, ...]]:
     """Rows of an index per axis, the same every time: of the first `num_pairing` axes each pair of values occurs, of
     the others each value.

@@ -7,7 +7,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from tempo_kernels.recompute import drop, recompute
+from tempo_kernels.recompute import drop
 
 
 def bias_gelu(x, bias):
@@ -24,16 +24,15 @@ def linear_of(seed=1):
     return nn.Linear(24, 16)
 
 
-def dropping(function, linear):
-    """linear(function(...)) whose middle is dropped, and the middle's memory, which nobody else holds."""
-
-    def run(*inputs):
-        y = recompute(function, *inputs)
-        out = linear(y)
-        drop(y, after=out)
-        return out, StorageWeakRef(y.untyped_storage())
-
-    return run
+def run_dropped(use, operation, *args, **kwargs):
+    """use(operation(...)), whose middle is dropped, and so lies in no memory."""
+    y = operation(*args, **kwargs)
+    out = use(y)
+    drop(y, after=out)
+    memory = StorageWeakRef(y.untyped_storage())
+    del y
+    assert memory.expired()
+    return out
 
 
 class Counted:
@@ -54,8 +53,3 @@ class Counted:
 
 def gradients_of(out, inputs, linear):
     return torch.autograd.grad(out.square().sum(), [*inputs, *linear.parameters()])
-
-
-def assert_same(found, expected):
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)

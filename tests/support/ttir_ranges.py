@@ -13,10 +13,10 @@ wider number or a signed comparison has to stay within 32 bits.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from ahead_of_time import Launch, source_of
+from ahead_of_time import Launch, list_parameters, source_of
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -64,20 +64,6 @@ def find_overflows(launch: Launch) -> list[str]:
             if (is_bounded or one.name in ("arith.muli", "arith.shli")) and not _fits(_compute(one, terms), 32):
                 found.append(f"{one.results[0]} = {one.name} {', '.join(one.operands)}: {terms}")
     return found
-
-
-def _flatten(launch: Launch) -> list[Any]:
-    """The arguments that are no constants of the compiler."""
-
-    def pair(value: Any, kind: Any) -> Iterator[Any]:
-        if isinstance(kind, tuple):
-            for pairs in zip(value, kind, strict=True):
-                yield from pair(*pairs)
-        elif kind != "constexpr":
-            yield value
-
-    signature = source_of(launch).signature
-    return [value for name, kind in signature.items() for value in pair(launch.arguments[name], kind)]
 
 
 def _limits(bits: int) -> Range:
@@ -191,7 +177,7 @@ class _Function:
             if "tt.func public" in line:
                 # Arguments stand in the launch's order, those of tuples one after the other.
                 for (name, kind), value in zip(
-                    re.findall(r"(%[\w.]+): ([^ ,)]+)", line), _flatten(launch), strict=True
+                    re.findall(r"(%[\w.]+): ([^ ,)]+)", line), list_parameters(launch), strict=True
                 ):
                     if re.fullmatch(r"i\d+", kind):
                         self.given[self._define(name)] = (int(value),) * 2

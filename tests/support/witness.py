@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,12 @@ def assert_within_rule(name: str, ours: Tensor, same_dtype: Tensor, exact: Tenso
     error, allowed = ((t.double() - exact).abs().max() for t in (ours, same_dtype))
     limit = 2 * allowed + ulp(exact.abs().max(), ours.dtype)
     assert error <= limit, f"{name}: error {error:.3e}, torch's own {allowed:.3e}, limit {limit:.3e}"
+
+
+def assert_same(found: Iterable[Tensor | None], expected: Iterable[Tensor | None], **how: Any) -> None:
+    """Each tensor has the dtype and the bits of the other one, or what torch.testing.assert_close is told in `how`."""
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, **{"rtol": 0, "atol": 0, **how})
 
 
 def assert_all_within_rule(

@@ -16,15 +16,14 @@ log2(e) and exponentials are powers of two, because torch's exp takes 15 times a
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from tempo_kernels.attention.settings import HIDING_BIAS, MASKED_SCORES, Gradients, Inputs, Kept, Settings
-from tempo_kernels.opaque import cut, skip_alike
+from tempo_kernels.opaque import cut, get_block_elements, skip_alike, use_blocks
 from tempo_kernels.philox import drop_, keep_bits
 
 BLOCK_ELEMENTS = 1 << 19
@@ -32,18 +31,8 @@ GPU_BLOCK_ELEMENTS = 1 << 26
 MIN_BLOCK_ROWS = 64
 _LOG2_E = math.log2(math.e)
 _LOWEST = torch.finfo(torch.float32).min
-_has_gpu_blocks = False
-
-
-@contextlib.contextmanager
-def use_gpu_blocks() -> Iterator[None]:
-    """Makes blocks as large as on a GPU on every device inside the context."""
-    global _has_gpu_blocks
-    before, _has_gpu_blocks = _has_gpu_blocks, True
-    try:
-        yield
-    finally:
-        _has_gpu_blocks = before
+use_gpu_blocks = functools.partial(use_blocks, attention=GPU_BLOCK_ELEMENTS)
+"""Makes blocks as large as on a GPU on every device inside the context."""
 
 
 def forward(
@@ -191,7 +180,7 @@ def _choose_block(inputs: Inputs, settings: Settings) -> tuple[int, int]:
     """Returns how many queries and samples make a block: few enough that its scores stay in the cache and causal blocks
     end early, many enough that matrix products are fast and calls are worth their overhead."""
     q, k = inputs.q, inputs.k
-    elements = BLOCK_ELEMENTS if q.device.type == "cpu" and not _has_gpu_blocks else GPU_BLOCK_ELEMENTS
+    elements = get_block_elements("attention", BLOCK_ELEMENTS if q.device.type == "cpu" else GPU_BLOCK_ELEMENTS)
     elements_per_row = max(1, q.size(2) * k.size(0))
     rows = elements // elements_per_row
     if settings.compute_window(q.size(0), k.size(0)) != (None, None):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from covering import parametrize_covering
-from witness import assert_within_rule
+from covering import compiles, parametrize_covering
+from witness import assert_same, assert_within_rule
 
-from tempo_kernels import compiled
 from tempo_kernels.activation import ACTIVATIONS, cpu, eager
 from tempo_kernels.activation.inverse import INVERSES, derivative_float64
 
@@ -17,23 +16,10 @@ INPLACE = [name for name, row in ACTIVATIONS.items() if row.slope_of_output is n
 COMPILED = {"compiled_elements": 64}
 
 
-def compiles(test):
-    skip = pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
-    return pytest.mark.slow(skip(test))
-
-
 @pytest.fixture
 def not_in_chunks(monkeypatch):
     monkeypatch.setattr(cpu, "_add_in_chunks", lambda *_: pytest.fail("not compiled"))
     monkeypatch.setattr(cpu, "compute_slope", lambda *_: pytest.fail("not compiled"))
-
-
-def assert_same(found, expected):
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            assert ours.dtype == theirs.dtype and ours.is_contiguous() and theirs.is_contiguous()
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @parametrize_covering(
@@ -47,10 +33,10 @@ def test_an_activation_in_chunks_is_the_specification_bit_for_bit(shape, dtype, 
     for bias in (None, torch.randn(shape[-1]).to(dtype)):
         y, bits = eager.forward(x, bias, *case)
         found = cpu.forward(x, bias, *case, chunk_elements=128)
-        assert_same(found, (y, bits))
+        assert_same(found, (y, bits), check_stride=True)
         operands = (grad, x, bias, None) if case[1] == "recompute" else (grad, y, None, bits)
         found = cpu.backward(*operands, *case, True, chunk_elements=128)
-        assert_same(found, eager.backward(*operands, *case, True))
+        assert_same(found, eager.backward(*operands, *case, True), check_stride=True)
         if case[1] == "recompute":
             out = torch.empty_like(y)
             assert cpu.forward(x, bias, *case, out, chunk_elements=128)[0] is out
@@ -133,4 +119,4 @@ def test_the_compiled_backward_of_squared_relu_is_the_specification_bit_for_bit(
     y, grad = torch.relu(torch.randn(300, 1000)).square(), torch.randn(300, 1000)
     y[0, :3] = torch.tensor([torch.inf, torch.nan, 1e-42])
     operands = grad.mT.contiguous().mT, y, None, None, "squared_relu", "inplace", True
-    assert_same(cpu.backward(*operands, **COMPILED), eager.backward(*operands))
+    assert_same(cpu.backward(*operands, **COMPILED), eager.backward(*operands), equal_nan=True, check_stride=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_kernel_cases import settings
+from attention_kernel_cases import run_inputs, settings
 from covering import parametrize_covering
-from interpreted import DEVICE, DTYPES, kernel_test
-from witness import ulp
+from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
 
 from tempo_kernels.attention import attention, cpu
 from tempo_kernels.attention import kernel as attention_kernel
-from tempo_kernels.attention.settings import Inputs, Kept
+from tempo_kernels.attention.settings import Inputs
 
 TOKENS, HEADS, GROUPS, DIM = 100, 4, 2, 32
 BOUNDARIES = {
@@ -34,26 +33,11 @@ def pack(q, k, v, boundaries, key_boundaries=None, samples=None, **more):
     return Inputs(q, k, v, **packed, **more)
 
 
-def find(module, inputs, grad, chosen):
-    out, logsumexp = module.forward(inputs, chosen)
-    grads = module.backward(grad, inputs, Kept(out, logsumexp), chosen)
-    return [out, *(t for t in grads if t is not None)]
-
-
-def on_cpu(tensors, dtype):
-    return [None if t is None else t.cpu().to(dtype) if t.is_floating_point() else t.cpu() for t in tensors]
-
-
 def check_documents(inputs, grad, chosen):
     """Three witnesses, of which two are cpu.py, in the same dtype and in float64."""
-    found = find(attention_kernel, inputs, grad, chosen)
-    same, exact = (find(cpu, Inputs(*on_cpu(inputs, t)), grad.cpu().to(t), chosen) for t in (grad.dtype, torch.float64))
-    for name, ours, theirs, truth in zip(
-        ("out", "grad_q", "grad_k", "grad_v", "sink"), found, same, exact, strict=False
-    ):
-        error, allowed = ((t.cpu().double() - truth.double()).abs().max() for t in (ours, theirs))
-        limit = 2 * allowed + ulp(truth.abs().max(), ours.dtype)
-        assert error <= limit, f"{name}: error {error:.3e}, limit {limit:.3e}"
+    names = ("out", "grad_q", "grad_k", "grad_v", "sink")[: 4 + (inputs.sink is not None)]
+    found = run_inputs(attention_kernel, inputs, grad, chosen)
+    assert_as_specified(found, [*inputs, grad], lambda *t: run_inputs(cpu, Inputs(*t[:-1]), t[-1], chosen), *names)
 
 
 @kernel_test
@@ -91,7 +75,7 @@ def test_a_document_reads_no_other_documents_keys(is_announced):
         t[:21], t[60:] = float("nan"), float("nan")
     samples = torch.tensor([1, 2, 3], device=DEVICE) if is_announced else None
     inputs = pack(q, k, v, [0, 21, 60, 90], samples=samples)
-    for found in find(attention_kernel, inputs, grad, settings(True, 0.2)):
+    for found in run_inputs(attention_kernel, inputs, grad, settings(True, 0.2)):
         assert found[21:60].isfinite().all() and found[21:60].any()
 
 
@@ -114,6 +98,6 @@ def test_a_packed_row_on_a_gpu_waits_for_nothing():
 def test_boundaries_outside_of_the_row_count_as_nearest():
     q, k, v, grad = (torch.randn(40, 1, 2, DIM, device=DEVICE) for _ in range(4))
     found, expected = (
-        find(attention_kernel, pack(q, k, v, ends), grad, settings()) for ends in ([-7, 20, 400], [0, 20, 40])
+        run_inputs(attention_kernel, pack(q, k, v, ends), grad, settings()) for ends in ([-7, 20, 400], [0, 20, 40])
     )
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

@@ -6,7 +6,8 @@ import functools
 
 import pytest
 import torch
-from attention_cases import attend_in_parts, ours, reference
+from attention_cases import CHANGES, attend_in_parts, make_change, make_mask, ours, reference
+from attention_cases import SEEN as SEEN_IN_ALL
 from attention_kernel_cases import KEY, check, dropped_elements, random_inputs, run, settings
 from covering import exhaustive, parametrize_covering
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
@@ -225,34 +226,18 @@ def test_without_dropout_torchs_own_kernel_runs_and_its_output_is_one_that_the_n
 
 BATCH, HEADS, SQ, SK = 2, 4, 40, 70
 
-# What is given: a sink, the softcap, ALiBi's slopes, the bias's [b, a, sq].
-CHANGES = {
-    "sink": (True, None, False, None),
-    "softcap": (False, 0.7, False, None),
-    "slopes": (False, None, True, None),
-    "bias of heads": (False, None, False, (1, HEADS, SQ)),
-    "bias of samples": (False, None, False, (BATCH, 1, SQ)),
-    "all": (True, 1.5, True, (BATCH, 1, 1)),
-}
-SEEN_THERE = {"causal": (True, None, False), "window": (False, (20, 2), False), "mask": (False, None, True)}
-
 
 @kernel_test
-@parametrize_covering(each={"change": CHANGES}, seen=SEEN_THERE, dtype=DTYPES, p=[0.0, 0.1])
+@parametrize_covering(each={"change": CHANGES}, seen=SEEN_IN_ALL, dtype=DTYPES, p=[0.0, 0.1])
 def test_changed_scores_are_as_specified(change, seen, dtype, p):
-    has_sink, softcap, has_slopes, bias_shape = change
     causal, window_size, has_mask = seen
-    inputs = random_inputs(SQ, SK, BATCH, HEADS, 2, 32, dtype)
-    mask = torch.rand(BATCH, 1, SQ, SK) < 0.3
-    mask[0, 0, 2] = True
-    check(
-        *inputs,
-        settings(causal, p, window_size=window_size, softcap=softcap),
-        mask.to(DEVICE) if has_mask else None,
-        sink=torch.randn(HEADS, device=DEVICE).to(dtype) if has_sink else None,
-        bias=None if bias_shape is None else torch.randn(*bias_shape, SK, device=DEVICE).to(dtype),
-        alibi_slopes=torch.tensor([0.5, 0.25, 0.0625, 0.3], device=DEVICE) if has_slopes else None,
-    )  # fmt: skip
+    sink, bias, softcap, slopes = make_change(change, BATCH, HEADS, SQ, SK)
+    mask = make_mask(BATCH, SQ, SK).to(DEVICE) if has_mask else None
+    given = {"sink": sink, "bias": bias}
+    given = {name: t if t is None else t.to(DEVICE, dtype) for name, t in given.items()}
+    chosen = settings(causal, p, window_size=window_size, softcap=softcap)
+    slopes = slopes if slopes is None else slopes.to(DEVICE)
+    check(*random_inputs(SQ, SK, BATCH, HEADS, 2, 32, dtype), chosen, mask, alibi_slopes=slopes, **given)
 
 
 @kernel_test

@@ -32,19 +32,11 @@ def check_dropout_add(x, bias, residual, grad):
 
 
 @kernel_test
-@parametrize_covering(each={"shape": SHAPES}, dtype=DTYPES)
-def test_dropout_add_does_what_is_specified(shape, dtype):
+@parametrize_covering(each={"shape": SHAPES}, dtype=DTYPES, has_bias=[True, False], has_residual=[True, False])
+def test_dropout_add_does_what_is_specified(shape, dtype, has_bias, has_residual):
     x, residual, grad = ((torch.rand(shape, device=DEVICE) * 16 - 8).to(dtype) for _ in range(3))
-    check_dropout_add(x, torch.randn(shape[-1], device=DEVICE).to(dtype), residual, grad)
-
-
-@kernel_test
-@pytest.mark.parametrize("has_residual", [True, False])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_dropout_add_does_without_bias_and_residual_what_is_specified(has_bias, has_residual):
-    x, residual, grad = (torch.randn(3, 2, 40, device=DEVICE).bfloat16() for _ in range(3))
-    bias = torch.randn(40, device=DEVICE)
-    check_dropout_add(x, bias if has_bias else None, residual if has_residual else None, grad)
+    bias = torch.randn(shape[-1], device=DEVICE).to(dtype) if has_bias else None
+    check_dropout_add(x, bias, residual if has_residual else None, grad)
 
 
 @kernel_test

@@ -6,12 +6,16 @@ import pytest
 import torch
 from covering import parametrize_covering
 from loss_head_inputs import HEADS, B, H, S, V, head_inputs, random_labels, reference
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tempo_kernels.linear_cross_entropy import chunks, eager, linear_cross_entropy, use_chunk_bytes
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy, use_chunk_bytes
+from tempo_kernels.linear_cross_entropy.chunks import Gradients, Head
+from tempo_kernels.linear_cross_entropy.settings import Settings, Shards
+from tempo_kernels.opaque import use_blocks
 
 
 class Allocations(TorchDispatchMode):
@@ -44,9 +48,8 @@ ONE_CHUNK = {
 
 
 @parametrize_covering(case=ONE_CHUNK, dtype=[torch.float32, torch.bfloat16])
-def test_at_most_one_chunk_of_logits_is_alive(case, dtype, monkeypatch):
+def test_at_most_one_chunk_of_logits_is_alive(case, dtype):
     (head, more), (s, b, h, v, chunk_tokens) = case, (64, 2, 8, 3000, 32)
-    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", v)
     hidden, weight = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((s, b, h), (v, h)))
     labels = torch.randint(v, (b, s))
 
@@ -58,10 +61,10 @@ def test_at_most_one_chunk_of_logits_is_alive(case, dtype, monkeypatch):
     # A row in float32, and what eager.py makes of it.
     block_bytes = (3 if head is HEADS["losses"] else 8) * 4 * v
     tokens_bytes = s * b * (h * 4 + 24 * 8)
-    with torch.no_grad(), Allocations(hidden, weight, labels) as seen:
+    with torch.no_grad(), use_blocks(linear_cross_entropy=v), Allocations(hidden, weight, labels) as seen:
         run()
     assert seen.largest_bytes == chunk_bytes and seen.peak_bytes <= chunk_bytes + block_bytes + tokens_bytes
-    with Allocations(hidden, weight, labels) as seen:
+    with use_blocks(linear_cross_entropy=v), Allocations(hidden, weight, labels) as seen:
         run().backward()
     assert seen.largest_bytes == max(chunk_bytes, weight_bytes)
     # Of a 16-bit weight's gradient there is, beside the sum in float32, a part of it or the result.
@@ -88,10 +91,9 @@ def measure_peak(run, *inputs):
 @parametrize_covering(
     each={"has_weights": [False, True], "tokens": [16, 64, 256, 1024], "sizes": [(32, 500), (256, 500), (64, 2000)]}
 )
-def test_the_head_never_takes_more_than_the_logits_that_it_saves(has_weights, tokens, sizes, monkeypatch):
+def test_the_head_never_takes_more_than_the_logits_that_it_saves(has_weights, tokens, sizes):
     """Nor more than in chunks of the default size, whose sum in float32 costs more than the logits of few tokens."""
     h, v = sizes
-    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", v)
     hidden = torch.randn(tokens, 1, h).bfloat16().requires_grad_()
     weight = (torch.randn(v, h) / h**0.5).bfloat16().requires_grad_()
     labels = torch.randint(v, (1, tokens))
@@ -107,7 +109,7 @@ def test_the_head_never_takes_more_than_the_logits_that_it_saves(has_weights, to
         return torch.nn.functional.cross_entropy(logits.view(tokens, v), labels[0])
 
     inputs = (hidden, weight, labels)
-    with use_chunk_bytes(32 * v * 2):
+    with use_chunk_bytes(32 * v * 2), use_blocks(linear_cross_entropy=v):
         ours, chunked, stock = (measure_peak(each, *inputs) for each in (run, lambda: run(chunk_tokens=32), run_stock))
     small = 64 * tokens * 8 + 3 * 4 * v + 16 * tokens * h
     assert (ours <= chunked + small) and (ours <= stock + small), (ours, chunked, stock, small)
@@ -250,27 +252,29 @@ def test_fusion_without_main_grad_is_refused():
     torch.testing.assert_close(losses, F.cross_entropy(torch.zeros(1, V), torch.zeros(1).long()).expand(B, S))
 
 
-@pytest.mark.skipif(not chunks._HAS_WIDE_PRODUCT, reason="this torch cannot multiply 16-bit matrices into float32")
-def test_on_a_gpu_each_chunks_product_is_added_to_the_weights_gradient_unrounded(monkeypatch):
-    """Only CUDA has that product: here it is substituted, and meta tensors show that torch takes its arguments."""
-    addmm, calls = torch.addmm, []
+class Products(TorchDispatchMode):
+    """The (name, beta) of each product, none of which is carried out."""
 
-    def add_product(total, left, right, *, beta, out, out_dtype=None):
-        if out_dtype is None:
-            return addmm(total, left, right, beta=beta, out=out)
-        calls.append(beta)
-        on_meta = [t.to("meta") for t in (total, left, right, out)]
-        assert addmm(*on_meta[:3], out_dtype=out_dtype, beta=beta, out=on_meta[3]).dtype == out_dtype == torch.float32
-        assert out is total and out.dtype == torch.float32
-        return out.copy_(addmm(total, left.float(), right.float(), beta=beta))
+    def __init__(self):
+        super().__init__()
+        self.seen = []
 
-    monkeypatch.setattr(chunks, "_multiplies_into", lambda total: total.dtype == torch.float32)
-    monkeypatch.setattr(torch, "addmm", add_product)
-    grad_logits, tokens = torch.randn(4, 16, V).bfloat16(), torch.randn(4, 16, H).bfloat16()
-    total = torch.full((V, H), float("nan"))
-    for number in range(4):
-        chunks._accumulate(total, grad_logits[number].t(), tokens[number], is_empty=number == 0)
-    assert calls == [0, 1, 1, 1]
-    exact = (grad_logits.double().flatten(0, 1).t() @ tokens.double().flatten(0, 1)).float()
-    torch.testing.assert_close(total, exact, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose((grad_logits[0].t() @ tokens[0]).float(), grad_logits[0].float().t() @ tokens[0].float())
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "mm" in func.name():
+            self.seen.append((func.name(), kwargs.get("beta")))
+            return kwargs["out"]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten.addmm, "dtype_out"), reason="this torch has no such product")
+def test_on_a_gpu_each_chunks_product_of_16_bits_is_added_to_the_weights_gradient_in_float32():
+    with FakeTensorMode(), torch.device("cuda"):
+        hidden, weight = (torch.empty(size, H, dtype=torch.bfloat16) for size in (64, V))
+        settings = Settings(Shards(None, False), V, 0, -100, chunk_rows=16)
+        gradients = Gradients(Head(hidden, weight, None, hidden), (False, True, False), None, settings)
+        tokens, grad_logits = (torch.empty(16, size, dtype=torch.bfloat16) for size in (H, V))
+        with Products() as products:
+            for start in range(0, 64, 16):
+                gradients.add(slice(start, start + 16), tokens, grad_logits)
+    assert gradients.weight.dtype == torch.float32
+    assert products.seen == [("aten::addmm.dtype_out", beta) for beta in (0, 1, 1, 1)]

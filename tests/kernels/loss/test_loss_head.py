@@ -23,7 +23,8 @@ from loss_head_inputs import (
 from torch.nn import functional as F
 from witness import assert_three_witnesses, kept_storages, outputs_and_gradients, ulp
 
-from tempo_kernels.linear_cross_entropy import eager, linear_cross_entropy, linear_log_prob
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
+from tempo_kernels.opaque import use_blocks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN, INF = float("nan"), float("inf")
@@ -39,13 +40,13 @@ def assert_right(head, inputs, labels, dtype, grad=None, **case):
 
 
 @parametrize_covering(case=EVERY_CASE, dtype=DTYPES, chunk_tokens=[1, 4, 1000, None])
-def test_results_and_gradients_are_right_by_the_three_witnesses(case, dtype, chunk_tokens, monkeypatch):
-    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", 5 * V)  # several blocks of a chunk
+def test_results_and_gradients_are_right_by_the_three_witnesses(case, dtype, chunk_tokens):
     head, settings = case
     for has_bias in (False, True):
         for more in ({}, {"return_entropy": False}) if head is LOG_PROBS else ({},):
             inputs = head_inputs(has_bias)
-            assert_right(head, inputs, random_labels(v=90), dtype, chunk_tokens=chunk_tokens, **settings, **more)
+            with use_blocks(linear_cross_entropy=5 * V):  # several blocks of a chunk
+                assert_right(head, inputs, random_labels(v=90), dtype, chunk_tokens=chunk_tokens, **settings, **more)
 
 
 @parametrize_covering(case=LOSSES.cases, dtype=DTYPES, chunk_tokens=[1, 4, 1000])

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from covering import exhaustive, parametrize_covering
+from covering import compiles, exhaustive, parametrize_covering
 from norm_inputs import (
     DTYPES,
     FORMS,
@@ -19,13 +19,7 @@ from norm_inputs import (
 from torch.nn import functional as F
 from witness import assert_three_witnesses, assert_within_rule, kept_storages
 
-from tempo_kernels import compiled
 from tempo_kernels.norm import cpu, layer_norm, rms_norm
-
-
-def compiles(test):
-    skip = pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
-    return pytest.mark.slow(skip(test))
 
 
 @parametrize_covering(
@@ -69,29 +63,17 @@ def test_float32_parameters_of_a_16_bit_norm_obey_the_rule(dtype, keep):
         assert_within_rule(name, *three)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_that_follow_the_normalised_input_obey_the_rule(dtype):
-    x = torch.randn(32, 512)
-    assert_three_witnesses(
-        layer_norm, reference_layer_norm, [x, *PARAMETERS["trained"](512)], F.layer_norm(x, (512,)), dtype
-    )
+SHAPES = [(0, 16), (1, 1), (5, 1), (3, 0, 8), (4, 0), (1, 65), (12,)]
 
 
-@pytest.mark.parametrize("keep", FORMS)
-@pytest.mark.parametrize("shape", [(0, 16), (1, 1), (5, 1), (3, 0, 8), (4, 0), (1, 65), (12,)], ids=str)
-def test_odd_and_empty_shapes_give_torchs_results(shape, keep):
-    inputs = [torch.randn(shape), *PARAMETERS["trained"](shape[-1])]
-    ours = partial(layer_norm, keep=keep)
-    assert_three_witnesses(ours, reference_layer_norm, inputs, torch.randn(shape), torch.float32)
-
-
-@pytest.mark.parametrize("keep", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_constant_value_give_torchs_results(dtype, keep):
-    x = torch.full((4, 96), 3.0)
-    x[1:] = torch.randn(3, 96)
-    inputs, ours = [x, *PARAMETERS["trained"](96)], partial(layer_norm, keep=keep)
-    assert_three_witnesses(ours, reference_layer_norm, inputs, torch.randn(4, 96), dtype)
+@parametrize_covering(keep=FORMS, dtype=DTYPES, each={"shape": [*SHAPES, "a row of one value", "grad along y"]})
+def test_odd_shapes_rows_of_one_value_and_gradients_along_the_output_obey_the_rule(shape, dtype, keep):
+    x = torch.randn((32, 512) if isinstance(shape, str) else shape)
+    if shape == "a row of one value":
+        x[0] = 3.0
+    grad = F.layer_norm(x, x.shape[-1:]) if shape == "grad along y" and keep == "inplace" else torch.randn(x.shape)
+    inputs = [x, *PARAMETERS["trained"](x.size(-1))]
+    assert_three_witnesses(partial(layer_norm, keep=keep), reference_layer_norm, inputs, grad, dtype)
 
 
 @pytest.mark.parametrize("keep", FORMS)

@@ -6,19 +6,15 @@ import collections
 
 import pytest
 import torch
-from dropped import assert_same, linear_of
+from dropped import leaves, linear_of, run_dropped
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from witness import assert_same
 
 from tempo_kernels.recompute import adopt, drop, recompute
 
 Pair = collections.namedtuple("Pair", ["x", "scale"])
-
-
-def tensors(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(*shape, generator=generator, requires_grad=True) for shape in [(6, 24), (24,)]]
 
 
 ARGUMENTS = {
@@ -34,16 +30,11 @@ ARGUMENTS = {
 @pytest.mark.parametrize("needs_grad", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("is_dropped", [True, False])
 def test_tensors_wherever_they_are_among_the_arguments_are_differentiated(function, arrange, needs_grad, is_dropped):
-    x, scale = (t.requires_grad_(needed) for t, needed in zip(tensors(), needs_grad, strict=True))
+    x, scale = (t.requires_grad_(needed) for t, needed in zip(leaves(), needs_grad, strict=True))
     args, kwargs = arrange(x, scale)
     linear = linear_of()
-    y = recompute(function, *args, **kwargs)
-    out = linear(y)
-    if is_dropped:
-        drop(y, after=out)
-        memory = StorageWeakRef(y.untyped_storage())
-        del y
-        assert memory.expired()
+    run = run_dropped if is_dropped else lambda use, operation, *args, **kwargs: use(operation(*args, **kwargs))
+    out = run(linear, recompute, function, *args, **kwargs)
     expected = linear(function(*args, **kwargs))
     assert torch.equal(out, expected)
     differentiated = [t for t in (x, scale) if t.requires_grad]
@@ -51,11 +42,9 @@ def test_tensors_wherever_they_are_among_the_arguments_are_differentiated(functi
 
 
 def test_a_module_goes_as_a_function_of_its_tensors():
-    x, module = tensors()[0], nn.Sequential(nn.PReLU(24), nn.Linear(24, 24))
-    expected = torch.autograd.grad(module(x).exp().sum(), [x, *module.parameters()])
-    y = recompute(torch.func.functional_call, module, dict(module.named_parameters()), (x,))
-    out = y.exp()
-    drop(y, after=out)
+    x, module = leaves()[0], nn.Sequential(nn.PReLU(2), nn.Linear(24, 24))
+    expected = torch.autograd.grad(module(x).sin().sum(), [x, *module.parameters()])
+    out = run_dropped(torch.sin, recompute, torch.func.functional_call, module, dict(module.named_parameters()), (x,))
     assert_same(torch.autograd.grad(out.sum(), [x, *module.parameters()]), expected)
 
 
@@ -73,13 +62,13 @@ REACHED_OTHERWISE = {
 @pytest.mark.parametrize("function", REACHED_OTHERWISE.values(), ids=REACHED_OTHERWISE)
 @pytest.mark.parametrize("x_needs_grad", [True, False])
 def test_a_tensor_that_needs_a_gradient_and_is_no_argument_is_refused(function, x_needs_grad):
-    x = tensors()[0].requires_grad_(x_needs_grad)
+    x = leaves()[0].requires_grad_(x_needs_grad)
     with pytest.raises(ValueError, match="needs a gradient and is not an argument; pass it as an argument"):
         recompute(function, x)
 
 
 def test_a_tensor_in_a_closure_that_needs_no_gradient_is_as_in_the_plain_function():
-    x, constant = tensors()[0], torch.rand(24)
+    x, constant = leaves()[0], torch.rand(24)
     (found,) = torch.autograd.grad(recompute(lambda x: x.exp() * constant, x).sum(), x)
     assert torch.equal(found, torch.autograd.grad((x.exp() * constant).sum(), x)[0])
 
@@ -90,19 +79,19 @@ DRAWING = {"dropout": lambda x: F.dropout(x, 0.5), "rand": lambda x: x + torch.r
 @pytest.mark.parametrize("function", DRAWING.values(), ids=DRAWING)
 def test_a_function_that_draws_random_numbers_is_refused(function):
     with pytest.raises(ValueError, match="function draws random numbers, and would draw others in its second run"):
-        recompute(function, tensors()[0])
+        recompute(function, leaves()[0])
 
 
 def test_no_state_of_a_random_generator_is_changed():
     before = torch.get_rng_state()
-    recompute(lambda x: F.dropout(x.exp(), 0.5, training=False), tensors()[0]).sum().backward()
+    recompute(lambda x: F.dropout(x.exp(), 0.5, training=False), leaves()[0]).sum().backward()
     assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backward_is_inside", [True, False])
 def test_the_second_run_has_the_autocast_of_the_first(dtype, backward_is_inside):
-    x, scale = tensors()
+    x, scale = leaves()
     w = torch.randn(24, 24, requires_grad=True)
     linear = linear_of()
 
@@ -122,7 +111,7 @@ def test_the_second_run_has_the_autocast_of_the_first(dtype, backward_is_inside)
 
 
 def test_the_second_run_is_without_autocast_where_the_first_was():
-    x, w = tensors()[0], torch.randn(24, 24, requires_grad=True)
+    x, w = leaves()[0], torch.randn(24, 24, requires_grad=True)
     out, expected = recompute(torch.matmul, x, w).exp(), (x @ w).exp()
     with torch.autocast("cpu", torch.bfloat16):
         found = torch.autograd.grad(out.sum(), [x, w])
@@ -130,7 +119,7 @@ def test_the_second_run_is_without_autocast_where_the_first_was():
 
 
 def test_autocast_holds_no_cast_of_an_argument_longer_than_the_function_runs():
-    x, w = tensors()[0], torch.randn(24, 24, requires_grad=True)
+    x, w = leaves()[0], torch.randn(24, 24, requires_grad=True)
     is_cached = []
 
     def function(x, w):
@@ -143,7 +132,7 @@ def test_autocast_holds_no_cast_of_an_argument_longer_than_the_function_runs():
 
 
 def test_a_second_derivative_raises():
-    x, scale = tensors()
+    x, scale = leaves()
     y = recompute(lambda x, scale: x.exp() * scale, x, scale)
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     assert grad.requires_grad
@@ -175,26 +164,26 @@ def test_what_a_second_run_would_not_repeat_is_refused(function, error, message)
 
 
 def test_a_function_without_a_derivative_gives_a_tensor_without_a_graph():
-    y = recompute(lambda x: (x > 0).float(), tensors()[0])
+    y = recompute(lambda x: (x > 0).float(), leaves()[0])
     assert not y.requires_grad
     drop(y, after=y * 2)
 
 
 def test_without_gradients_the_function_just_runs():
-    x, _ = tensors()
+    x, _ = leaves()
     with torch.no_grad():
         assert torch.equal(recompute(lambda x: x * weight, x), x * weight)
 
 
 def test_an_argument_that_the_function_does_not_use_gets_no_gradient():
-    x, scale = tensors()
+    x, scale = leaves()
     recompute(lambda x, _: x.exp(), x, scale).sum().backward()
     assert scale.grad is None and torch.equal(x.grad, x.exp())
 
 
 @pytest.mark.parametrize("is_dropped", [True, False])
 def test_an_output_that_others_made_is_differentiated_from_the_arguments(is_dropped):
-    x, scale = tensors()
+    x, scale = leaves()
     linear = linear_of()
     function = ARGUMENTS["keywords"][0]
     expected = torch.autograd.grad(
