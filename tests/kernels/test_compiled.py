@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from covering import exhaustive
+from covering import compiles, exhaustive
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tempo_kernels import compiled
-from tempo_kernels.activation import cpu as activation_cpu
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import swiglu
 
 ROOT = Path(__file__).parents[2]
 WARNING = "tempo_kernels cannot compile for the CPU"
-has_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here to be broken")
 
 TRAIN = """
 import torch
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import swiglu
-for operation in OPERATIONS:
+for operation in (gelu, swiglu):
     x = torch.full((1026, 2048), 0.5, dtype=torch.bfloat16, requires_grad=True)
     operation(x).sum().backward()
     assert bool(x.grad.isfinite().all())
@@ -47,25 +44,18 @@ torch.testing.assert_close(Compiled(variance, has_lanes=True)(x), variance(x))
 
 
 @pytest.mark.filterwarnings("always")
-def test_without_a_compiler_large_tensors_go_block_by_block_with_one_warning(untried_compiler, monkeypatch) -> None:
-    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
-    blocks: list[int] = []
-    add_in_chunks = activation_cpu._add_in_chunks
-    monkeypatch.setattr(activation_cpu, "_add_in_chunks", lambda *a: blocks.append(1) or add_in_chunks(*a))
-    with pytest.warns(RuntimeWarning, match=WARNING) as found:
-        for operation in (gelu, swiglu, gelu, swiglu):
-            x = torch.randn(514, 2048, requires_grad=True)
-            operation(x).sum().backward()
-    assert len(found) == 1 and len(blocks) == 2 * (1 + 2)
-    words = str(found[0].message)
-    assert "Training runs without" in words and f"python3.{sys.version_info.minor}-dev" in words
-
-
-def test_nothing_is_tried_before_a_large_tensor_comes(untried_compiler, monkeypatch) -> None:
-    monkeypatch.setattr(compiled, "_try_once", lambda: pytest.fail("a small tensor tried the compiler"))
-    for operation in (gelu, swiglu):
-        x = torch.randn(8, 64, requires_grad=True)
+@pytest.mark.parametrize(("rows", "num_warnings"), [(8, 0), (514, 1)])
+def test_without_a_compiler_large_tensors_cost_one_warning_and_small_ones_try_nothing(
+    untried_compiler, monkeypatch, recwarn, rows, num_warnings
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for operation in (gelu, swiglu, gelu, swiglu):
+        x = torch.randn(rows, 2048, requires_grad=True)
         operation(x).sum().backward()
+    found = [str(warning.message) for warning in recwarn if WARNING in str(warning.message)]
+    assert len(found) == num_warnings
+    for words in found:
+        assert "Training runs without" in words and f"python3.{sys.version_info.minor}-dev" in words
 
 
 def test_a_compiler_that_fails_after_its_trial_is_given_up(untried_compiler, monkeypatch) -> None:
@@ -83,8 +73,7 @@ def test_a_compiler_that_fails_after_its_trial_is_given_up(untried_compiler, mon
     assert not compiled.pays_for(torch.ones(100), 10)
 
 
-@has_compiler
-@pytest.mark.slow
+@compiles
 def test_cpp_that_does_not_compile_calls_nothing_and_costs_one_warning(untried_compiler) -> None:
     source, x = 'extern "C" void fill(int64_t threads, float* x) {', torch.zeros(3)
     with pytest.warns(RuntimeWarning, match="error: "):
@@ -102,27 +91,17 @@ def test_an_error_of_the_compiled_function_itself_is_raised(untried_compiler, mo
         compiled.Compiled(lambda x: x + 1)(torch.ones(3))
 
 
-def start(
-    tmp_path: Path, operations: str = "(gelu, swiglu)", program: str = TRAIN, **environment: str
-) -> subprocess.Popen[str]:
+def run(tmp_path: Path, program: str = TRAIN, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     variables |= {"PYTHONPATH": f"{ROOT / 'kernels'}", **environment}
-    return subprocess.Popen(
-        [sys.executable, "-c", program.replace("OPERATIONS", operations)],
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=300)
 
 
-@has_compiler
-@pytest.mark.slow
+@compiles
 def test_processors_with_other_vectors_share_a_cache(tmp_path: Path) -> None:
     for environment in ({}, {"ATEN_CPU_CAPABILITY": "avx2"}, {"ATEN_CPU_CAPABILITY": "default"}):
-        process = start(tmp_path, program=FORMULA, **environment)
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 0, f"{environment}: {err[-2000:]}"
+        done = run(tmp_path, FORMULA, **environment)
+        assert done.returncode == 0, f"{environment}: {done.stderr[-2000:]}"
 
 
 def write_compiler(path: Path, body: str) -> str:
@@ -131,18 +110,17 @@ def write_compiler(path: Path, body: str) -> str:
     return str(path)
 
 
-# A g++ that does not find Python's headers.
+# A compiler that does not find Python's headers.
 HEADERLESS = """
 for argument in "$@"; do
     shift
     case "$argument" in -I*include/python3*) ;; *) set -- "$@" "$argument" ;; esac
 done
-exec g++ "$@"
+exec {compiler} "$@"
 """
 
 
-@has_compiler
-@pytest.mark.slow
+@compiles
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
@@ -152,15 +130,19 @@ exec g++ "$@"
 )
 def test_whatever_fails_costs_one_line_and_training_goes_on(case: str, reason: str, tmp_path: Path) -> None:
     environment = {
-        "no headers": lambda: {"CXX": write_compiler(tmp_path / "headerless-g++", HEADERLESS)},
+        "no headers": lambda: {
+            "CXX": write_compiler(
+                tmp_path / "headerless-g++", HEADERLESS.replace("{compiler}", str(compiled.find_compiler()))
+            )
+        },
         "no cache": lambda: {"TORCHINDUCTOR_CACHE_DIR": "/dev/null/cache"},
         "switched off": lambda: {"TORCHDYNAMO_DISABLE": "1"},
     }[case]()
-    process = start(tmp_path, **environment)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err[-3000:]
+    done = run(tmp_path, **environment)
+    err = done.stderr
+    assert done.returncode == 0, err[-3000:]
     assert err.count(WARNING) == 1 and "Traceback" not in err
-    assert reason in out and reason in next(line for line in err.splitlines() if WARNING in line)
+    assert reason in done.stdout and reason in next(line for line in err.splitlines() if WARNING in line)
 
 
 def test_tensors_that_are_not_real_run_the_function_itself():
@@ -184,8 +166,7 @@ def test_columns_are_split_into_more_than_one_group_of_a_power_of_two(width, lan
     assert torch.equal(found[0].flatten(-2), x) and torch.equal(found[1].flatten(), bias)
 
 
-@has_compiler
-@pytest.mark.slow
+@compiles
 def test_only_the_lanes_are_compiled_in():
     function = compiled.Compiled(lambda x: x + 1, has_lanes=True)
     for shape in ((3, 5, 64), (7, 2, 64), (9, 4, 64)):
@@ -196,8 +177,7 @@ def test_only_the_lanes_are_compiled_in():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
-@has_compiler
-@pytest.mark.slow
+@compiles
 def test_any_number_of_widths_and_dtypes_runs_compiled():
     """Each in a compilation of its own: torch stops after eight of one function, which is an error here."""
     function = compiled.Compiled(lambda x: x * 2.0, has_lanes=True)

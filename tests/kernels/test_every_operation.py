@@ -69,9 +69,10 @@ def test_the_inputs_dtype_decides_and_autocast_changes_no_bit(
 
 
 @parametrize_covering(
-    each={"name": [name for name in OPERATIONS if name.startswith(("attention", "bias_dropout_add"))]}, key=[3, 2**64 - 1],
+    each={"name": [name for name in OPERATIONS if name.startswith(("attention", "bias_dropout_add"))]},
+    key=[3, 2**64 - 1],
     loaded=["key", "first sample", "both"],
-)  # fmt: skip
+)
 def test_a_mask_by_device_data_is_that_of_the_numbers_which_must_not_change_before_backward(
     name: str, key: int, loaded: str
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import torch
-from witness import assert_three_witnesses
 
 from tempo_kernels.attention import (
     add_sink,
@@ -19,7 +18,7 @@ from tempo_kernels.attention.settings import MASKED_SCORE, Settings
 from tempo_kernels.philox import drop_mask, effective_probability
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-KEY, FIRST_SAMPLE, FIRST_HEAD, SCALE = 0xABCDEF0123456789, 3, 4, 0.125
+KEY, FIRST_SAMPLE, FIRST_HEAD, SCALE = 0xFEDCBA9876543210, 2**32 - 1, 4, 0.125
 
 
 def settings(causal=True, p=0.1, key=KEY, first_sample=FIRST_SAMPLE, window_size=None, **firsts):
@@ -160,13 +159,3 @@ CASES = {
     "a mask on top of causal": (20, 20, 2, 4, 2, 16, True, torch.rand(2, 1, 20, 20, generator=_random).tril() > 0.7),
     "wide heads": (17, 17, 1, 2, 1, 256, True, None),
 }
-
-
-def assert_case_obeys_the_rule(function, case, p, dtype):
-    """`function`, of the arguments of `ours`, by the rule of three witnesses in one of CASES."""
-    sq, sk, b, a, g, d, causal, mask = case
-    q, k, v, grad = (torch.randn(s, b, heads, d) for s, heads in ((sq, a), (sk, g), (sk, g), (sq, a)))
-    chosen = settings(causal, p)
-    assert_three_witnesses(
-        lambda *t: function(*t, chosen, mask), lambda *t: reference(*t, chosen, mask), [q, k, v], grad, dtype
-    )

@@ -7,9 +7,7 @@ from attention_cases import reference
 from interpreted import DEVICE, INTERPRETED, assert_as_specified
 
 from tempo_kernels.attention import kernel as attention_kernel
-from tempo_kernels.attention.settings import Inputs, Kept, Settings
-
-KEY = 0xFEDCBA9876543210
+from tempo_kernels.attention.settings import Inputs, Kept
 
 if INTERPRETED:
     import numpy as np
@@ -27,12 +25,6 @@ if INTERPRETED:
         return interpreter.TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot_as_the_gpu
-
-
-def settings(
-    causal=True, p=0.1, key=KEY, first_sample=2**32 - 1, first_head=3, window_size=None, scale=0.125, **firsts
-):
-    return Settings(causal, scale, p, key, first_sample, first_head, window_size, **firsts)
 
 
 def run(module, q, k, v, grad, mask, chosen, **more):

@@ -14,6 +14,7 @@ from witness import ulp
 
 from tempo_kernels.activation import ACTIVATIONS as TABLE
 from tempo_kernels.activation import eager, kernel
+from tempo_kernels.kernel_sums import add_up
 
 # The interpreter computes with NumPy, which warns where exp(-x) is infinite and its reciprocal, the result, is 0.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")
@@ -223,3 +224,14 @@ def test_gelu_is_right_at_zeros_infinity_nan_and_far_away(dtype, form):
     grad_x, _ = kernel.backward(torch.ones_like(y), y, None, bits, ACTIVATION[form], "inplace", False)
     expected = torch.tensor([0.5, 0.5, 1.0, 1.0, 1.0, 0.0, 0.0, float("nan")], dtype=dtype)
     torch.testing.assert_close(grad_x.cpu(), expected, rtol=0, atol=1e-5, equal_nan=True)
+
+
+@kernel_test
+@pytest.mark.parametrize("shape", [(1, 1, 64), (1, 7, 100), (2, 16, 128), (2, 50, 130)], ids=str)
+def test_rows_are_added_up_in_one_order_and_rounded_once(shape):
+    partial = torch.randn(shape, device=DEVICE) * torch.logspace(-3, 3, shape[1], device=DEVICE)[:, None]
+    found, again, rounded = (add_up(partial, dtype, 1024, 4) for dtype in [torch.float32] * 2 + [torch.bfloat16])
+    torch.testing.assert_close(
+        found.double(), partial.double().sum(1), rtol=0, atol=1e-6 * partial.abs().sum(1).max().item()
+    )
+    assert torch.equal(again, found) and torch.equal(rounded, found.bfloat16())

@@ -33,18 +33,13 @@ def slopes(y: Tensor, bits: Tensor, form: str) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
-def test_derivative_from_a_rounded_output_is_at_the_floor_of_an_exact_inverse(form, dtype):
+def test_derivative_from_a_rounded_or_computed_output_is_at_the_floor_of_an_exact_inverse(form, dtype, nan_poison):
     x = inputs(form)
     y = F.gelu(x, approximate=form).to(dtype)
     floor = floor_of(x, y, form)
     torch.testing.assert_close(floor.item(), FLOORS[form, dtype], rtol=0.02, atol=0)
     found = slopes(y, packed(x >= minimum_of(form)), form)
     assert (found.double() - exact_derivative(x, form)).abs().max() <= 1.2 * floor
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMS)
-def test_gradient_is_at_the_floor_that_the_computed_output_sets(form, dtype, nan_poison):
     x = inputs(form, dtype)
     y, grad_x = outputs_and_gradients(lambda t: gelu(t, None, form), [x], torch.ones_like(x), dtype)
     assert (grad_x.double() - exact_derivative(x, form)).abs().max() <= 1.2 * floor_of(x.double(), y, form)
@@ -167,11 +162,7 @@ def test_keeps_the_output_that_the_next_linear_keeps_and_one_bit_per_element(sha
         assert kept_storages(lambda: gelu(x, bias)) == {}
 
 
-def test_second_backward_and_a_changed_output_are_refused():
-    y = gelu(torch.randn(6, requires_grad=True))
-    y.sum().backward()
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        y.sum().backward()
+def test_a_changed_output_is_refused():
     y = gelu(torch.randn(6, requires_grad=True))
     with torch.no_grad():
         y.mul_(2)

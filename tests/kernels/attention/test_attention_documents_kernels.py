@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_kernel_cases import run_inputs, settings
+from attention_cases import settings
+from attention_kernel_cases import run_inputs
 from covering import parametrize_covering
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
 

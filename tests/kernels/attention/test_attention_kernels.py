@@ -6,9 +6,19 @@ import functools
 
 import pytest
 import torch
-from attention_cases import CHANGES, attend_in_parts, make_change, make_mask, ours, reference
+from attention_cases import (
+    CHANGES,
+    FIRST_HEAD,
+    KEY,
+    attend_in_parts,
+    make_change,
+    make_mask,
+    ours,
+    reference,
+    settings,
+)
 from attention_cases import SEEN as SEEN_IN_ALL
-from attention_kernel_cases import KEY, check, dropped_elements, random_inputs, run, settings
+from attention_kernel_cases import check, dropped_elements, random_inputs, run
 from covering import exhaustive, parametrize_covering
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -171,7 +181,7 @@ def test_every_pass_drops_the_specified_elements_bit_for_bit(first_sample, p, ke
         key,
         p,
         sample=torch.arange(first_sample, first_sample + b).view(-1, 1, 1),
-        head=torch.arange(3, 3 + a).unsqueeze(-1),
+        head=torch.arange(FIRST_HEAD, FIRST_HEAD + a).unsqueeze(-1),
         row=torch.arange(sq),
         num_columns=sk,
     )

@@ -35,15 +35,16 @@ def mask_of(key=3, p=0.1, samples=(0, 2), heads=(0, 3), rows=(0, 64), num_column
     return drop_mask(key, p, sample=sample, head=head, row=torch.arange(*rows), num_columns=num_columns)
 
 
-def test_an_element_is_read_from_its_own_counter_and_lane():
+@pytest.mark.parametrize(("sample", "head", "row"), [(2**32 + 5, 9, 100), (5, 0, 2**32 - 1), (0, 2**16 - 1, 0)])
+def test_every_element_is_read_from_its_own_counter_and_lane(sample, head, row):
     key, p = derive_key(1234, 7, 2), 0.3
-    sample, head, row, column = 2**32 + 5, 9, 100, 77
-    mask = drop_mask(
-        key, p, sample=torch.tensor(sample), head=torch.tensor(head), row=torch.tensor(row), num_columns=80
-    )
-    word = philox4x32((column // 8, row, head + (1 << 16), 5), key)[column % 8 // 2]
-    lane = word >> 16 if column % 2 else word & 0xFFFF
-    assert mask[column].item() == (lane < round(p * 65536))
+    place = {name: torch.tensor(index) for name, index in (("sample", sample), ("head", head), ("row", row))}
+    found = []
+    for column in range(80):
+        counter = column // 8, row, head + (sample >> 32 << 16), sample & 0xFFFFFFFF
+        word = philox4x32(counter, key)[column % 8 // 2]
+        found.append((word >> 16 if column % 2 else word & 0xFFFF) < round(p * 65536))
+    assert drop_mask(key, p, **place, num_columns=80).tolist() == found
 
 
 @pytest.mark.parametrize(
@@ -123,57 +124,8 @@ def test_the_last_index_of_each_kind_is_a_place_of_its_own():
     assert len({bytes(mask.flatten().tolist()) for mask in masks}) == len(ends)
 
 
-# The shape that attention draws.
-SAMPLES, HEADS, ROWS, COLUMNS = 2, 8, 256, 512
-DIMS = {"sample": 0, "head": 1, "row": 2, "column": 3}
-
-
-def kept(p, seed=1234, layer=1, first_sample=0):
-    """float64 [SAMPLES, HEADS, ROWS, COLUMNS], 1 where an element is kept."""
-    mask = drop_mask(
-        derive_key(seed, layer, 1),
-        p,
-        sample=torch.arange(first_sample, first_sample + SAMPLES).view(-1, 1, 1),
-        head=torch.arange(HEADS).unsqueeze(-1),
-        row=torch.arange(ROWS),
-        num_columns=COLUMNS,
-    )
-    return (~mask).double()
-
-
-def assert_uncorrelated(first, second, p):
-    """The mean of the product of two masks' deviations is 0 within four sigma."""
-    mean = 1 - effective_probability(p)
-    product = ((first - mean) * (second - mean)).mean().item()
-    assert abs(product) <= 4 * mean * (1 - mean) / first.numel() ** 0.5
-
-
 @pytest.mark.parametrize("p", [0.0, 0.01, 0.1, 1 / 3, 0.5, 0.9, 0.9999])
 def test_the_share_of_kept_elements_is_that_of_16_bits_within_four_sigma(p):
-    mask, mean = kept(p), 1 - effective_probability(p)
+    mask, mean = (~mask_of(p=p, rows=(0, 512))).double(), 1 - effective_probability(p)
     assert abs(1 - mean - p) <= 2**-16
     assert abs(mask.mean().item() - mean) <= 4 * (mean * (1 - mean) / mask.numel()) ** 0.5
-
-
-DISTANCES = [("sample", 1), ("head", 1), ("head", 4)]
-DISTANCES += [(name, distance) for name in ("row", "column") for distance in (1, 2, 7, 8, 16, 64)]
-
-
-@pytest.mark.parametrize(("name", "distance"), DISTANCES)
-def test_elements_at_any_distance_are_uncorrelated(name, distance):
-    mask, dim = kept(0.1), DIMS[name]
-    length = mask.size(dim) - distance
-    assert_uncorrelated(mask.narrow(dim, 0, length), mask.narrow(dim, distance, length), 0.1)
-
-
-def test_layers_seeds_and_steps_are_uncorrelated():
-    for other in ({"layer": 2}, {"seed": 1235}, {"first_sample": SAMPLES}):  # the next step has the next samples
-        assert_uncorrelated(kept(0.1), kept(0.1, **other), 0.1)
-
-
-def test_the_eight_lanes_of_one_call_are_independent():
-    lanes = kept(0.5).view(-1, 8)
-    patterns = torch.bincount((lanes * 2 ** torch.arange(8)).sum(1).long(), minlength=256).double()
-    expected = lanes.size(0) / 256
-    chi_squared = ((patterns - expected) ** 2 / expected).sum().item()
-    assert abs(chi_squared - 255) <= 4 * (2 * 255) ** 0.5

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from covering import exhaustive, parametrize_covering
+from covering import parametrize_covering
 from distributed import run_ranks
 from loss_head_inputs import CASES, HEADS, H, head_inputs, losses, random_labels
 from witness import assert_within_rule
@@ -87,12 +87,6 @@ def assert_equal_to_the_whole(name, size, sequence_parallel, dtype, case):
 def test_shards_of_the_vocabulary_equal_the_whole_computation(form, layout, dtype):
     name, case = form
     assert_equal_to_the_whole(name, *layout, dtype, case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "everything", *exhaustive(["temperature"], ["softcap"], ["padded rows"])])
-def test_every_setting_of_log_probabilities_is_right_under_tensor_and_sequence_parallelism(name):
-    assert_equal_to_the_whole("log_probs", 2, True, torch.float32, HEADS["log_probs"].cases[name])
 
 
 @parametrize_covering(each={"chunk_tokens": [1, 5, 1000, None], "case": [{}, {"in_forward": True}]})

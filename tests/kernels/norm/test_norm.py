@@ -9,7 +9,6 @@ from covering import compiles, exhaustive, parametrize_covering
 from norm_inputs import (
     DTYPES,
     FORMS,
-    NAMES,
     PARAMETERS,
     reference_layer_norm,
     reference_rms_norm,
@@ -17,7 +16,7 @@ from norm_inputs import (
     zero_centered_layer_norm,
 )  # fmt: skip
 from torch.nn import functional as F
-from witness import assert_three_witnesses, assert_within_rule, kept_storages
+from witness import assert_three_witnesses, kept_storages
 
 from tempo_kernels.norm import cpu, layer_norm, rms_norm
 
@@ -47,20 +46,6 @@ def test_a_small_zero_centered_weight_of_16_bits_is_not_rounded_away(dtype):
     ours = layer_norm(x.to(dtype), weight.to(dtype), bias.to(dtype), zero_centered=True)
     expected = F.layer_norm(x.to(dtype).double(), (32,), (weight + 1).double(), bias.double(), 1e-5)
     assert torch.equal(ours, expected.to(dtype))
-
-
-@pytest.mark.parametrize("keep", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_float32_parameters_of_a_16_bit_norm_obey_the_rule(dtype, keep):
-    x, grad = torch.randn(64, 768).to(dtype) * 3, torch.randn(64, 768).to(dtype)
-    weight, bias = PARAMETERS["trained"](768)
-    weight[::100] = 0.0
-
-    tensors = [x, weight, bias]
-    exact = results(reference_layer_norm, [t.double() for t in tensors], grad.double())
-    found = results(partial(layer_norm, keep=keep), tensors, grad), results(reference_layer_norm, tensors, grad), exact
-    for name, *three in zip(NAMES, *found, strict=True):
-        assert_within_rule(name, *three)
 
 
 SHAPES = [(0, 16), (1, 1), (5, 1), (3, 0, 8), (4, 0), (1, 65), (12,)]
