@@ -24,7 +24,7 @@ NUM_ROUNDS = 3
 """The rounds that a loop over fake blocks runs: the first, one that represents all others, and the last."""
 
 _simulation: Callable[..., Any] | None = None
-_block_elements: dict[str, int] = {}
+_block_sizes: dict[str, int] = {}
 _WORD = 1 << 32
 
 
@@ -132,19 +132,19 @@ def run_or_simulate(function: Callable[..., ResultT], first: Tensor, *others: An
 
 
 @contextlib.contextmanager
-def use_blocks(**elements: int) -> Iterator[None]:
-    """Gives rooms, by their names, blocks of so many elements inside the context, in place of their own sizes."""
-    global _block_elements
-    before, _block_elements = _block_elements, {**_block_elements, **elements}
+def use_blocks(**sizes: int) -> Iterator[None]:
+    """Gives blocks other sizes inside the context: `room`, its elements, and `attention_rows`, the fewest queries."""
+    global _block_sizes
+    before, _block_sizes = _block_sizes, {**_block_sizes, **sizes}
     try:
         yield
     finally:
-        _block_elements = before
+        _block_sizes = before
 
 
-def get_block_elements(room: str, own: int) -> int:
-    """Returns the elements of a room's blocks: its own, or those of the innermost `use_blocks`."""
-    return _block_elements.get(room, own)
+def get_block_size(name: str, own: int) -> int:
+    """Returns the size that goes by a name in the innermost `use_blocks`, or a room's own."""
+    return _block_sizes.get(name, own)
 
 
 def cut(size: int, step: int) -> list[slice]:

@@ -81,6 +81,11 @@ def exact_loss(name, count):
     return model, total / (count or (targets != -100).sum())
 
 
+def build_both(name="LlamaForCausalLM", **choices):
+    """Ours, and stock."""
+    return tempoize(build(name), **choices), build(name)
+
+
 def saved_sizes(run):
     """What run() returns, and the number of elements of each tensor that is kept for backward."""
     sizes = []
@@ -99,7 +104,7 @@ def test_loss_and_gradients_are_stocks_and_no_logits_are_kept(name):
     counts = [None] if takes_count is None or name in ("ElectraForMaskedLM", "DistilBertForMaskedLM") else [None, 7]
     for count in counts:
         more = {} if count is None else {takes_count: torch.tensor(count)}
-        models = [tempoize(build(name), norm="recompute"), build(name)]
+        models = build_both(name, norm="recompute")
         (ours, kept), (stock, _) = (
             saved_sizes(functools.partial(lambda model, more: model(IDS, labels=LABELS, **more).loss, model, more))
             for model in models
@@ -121,7 +126,7 @@ def test_loss_and_gradients_are_stocks_and_no_logits_are_kept(name):
 def test_logits_are_computed_when_they_are_read_with_their_graph():
     for name in ("LlamaForCausalLM", "Gemma2ForCausalLM", "BertForMaskedLM"):
         found = []
-        for model in (tempoize(build(name), norm="recompute"), build(name)):
+        for model in build_both(name, norm="recompute"):
             out = model(input_ids=IDS, labels=LABELS)
             assert out.logits.shape == (B, S, VOCAB) and out.logits.dtype == torch.float32 and out.logits.dim() == 3
             accuracy = (out.logits[:, :-1].argmax(-1) == LABELS[:, 1:]).float().mean()
@@ -154,8 +159,7 @@ LOSSES = {
 def test_a_loss_of_ones_own_reads_them_or_is_fused(loss):
     compute, is_fused = loss
     found = []
-    for is_ours in (True, False):
-        model = tempoize(build("LlamaForCausalLM"), norm="recompute") if is_ours else build("LlamaForCausalLM")
+    for is_ours, model in zip((True, False), build_both(norm="recompute"), strict=True):
         value, kept = saved_sizes(lambda model=model: compute(model(input_ids=IDS, labels=LABELS).logits))
         assert bool({B * S * VOCAB, (B * S - B) * VOCAB} & set(kept)) is not (is_ours and is_fused)
         value.backward()
@@ -166,19 +170,6 @@ def test_a_loss_of_ones_own_reads_them_or_is_fused(loss):
 
 NEVER = torch.zeros(B, S, VOCAB, dtype=torch.bool)
 NEVER[..., 3:9] = True
-
-
-def write_out(z):
-    with torch.no_grad():
-        torch.mul(z, 0.5, out=z.detach())
-
-
-def write_data(z):
-    z.data[..., 3] = -4.0
-
-
-def replace_data(z):
-    z.data = z.detach().clone() * 0.5
 
 
 def write_with_operators(z):
@@ -195,9 +186,9 @@ WRITES = {
     "masked_fill_": lambda z: z.masked_fill_(NEVER, -4.0),
     "zero_ of a view": lambda z: z[..., 3].zero_(),
     "relu in place": lambda z: F.relu(z, inplace=True),
-    "out=": write_out,
-    ".data": write_data,
-    ".data =": replace_data,
+    "out=": lambda z: torch.no_grad()(torch.mul)(z, 0.5, out=z.detach()),
+    ".data": lambda z: z.data.__setitem__((..., 3), -4.0),
+    ".data =": lambda z: setattr(z, "data", z.detach().clone() * 0.5),
     "view": lambda z: z.view(-1, VOCAB).index_fill_(1, torch.tensor([3]), -4.0),
     "float": lambda z: z.float().masked_fill_(NEVER, -4.0),
     "to": lambda z: z.to(torch.float32).mul_(0.5),
@@ -210,7 +201,7 @@ WRITES = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_what_is_written_to_logits_counts_for_the_loss(write, place):
     found = []
-    for model in (build("LlamaForCausalLM"), tempoize(build("LlamaForCausalLM"))):
+    for model in build_both():
         z = model(input_ids=IDS, labels=LABELS).logits
         if place == "after a cap":
             z = 2.0 * (z / 2.0).tanh()
@@ -220,8 +211,9 @@ def test_what_is_written_to_logits_counts_for_the_loss(write, place):
         losses = F.cross_entropy(rows, LABELS.view(-1)), F.cross_entropy(z.view(-1, VOCAB), LABELS.view(-1))
         sum(losses).backward()
         found.append((torch.stack(losses).detach(), [p.grad for p in model.parameters()]))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=0)
-    for gradient, expected in zip(found[1][1], found[0][1], strict=True):
+    (ours, gradients), (stock, stocks) = found
+    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=0)
+    for gradient, expected in zip(gradients, stocks, strict=True):
         assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-9
 
 
@@ -229,9 +221,9 @@ def test_what_is_written_to_logits_counts_for_the_loss(write, place):
 def test_a_label_outside_of_the_vocabulary_is_an_index_error_as_in_stock(label):
     labels = LABELS.clone()
     labels[1, 7] = label
-    for model in (build("LlamaForCausalLM"), tempoize(build("LlamaForCausalLM"))):
-        with pytest.raises(IndexError):
-            model(input_ids=IDS, labels=labels)
+    model, stock = build_both()
+    with pytest.raises(IndexError):
+        stock(input_ids=IDS, labels=labels)
     with pytest.raises(IndexError, match="in the model's vocabulary nor ignored .*; correct the labels, or resize"):
         model(input_ids=IDS, labels=labels)
     assert model(input_ids=IDS, labels=LABELS).loss.isfinite()
@@ -250,7 +242,7 @@ def test_logits_that_are_read_after_the_weight_has_changed_are_refused():
 
 def test_logits_of_a_step_under_autocast_have_its_dtype_when_they_are_read_later():
     found = []
-    for model in (tempoize(build("LlamaForCausalLM"), norm="recompute"), build("LlamaForCausalLM")):
+    for model in build_both(norm="recompute"):
         with torch.autocast("cpu", torch.bfloat16):
             out = model(input_ids=IDS, labels=LABELS)
         found.append((out.logits.dtype, out.logits.argmax(-1).shape, out.logits[0].dtype, out.loss.dtype))
@@ -258,7 +250,7 @@ def test_logits_of_a_step_under_autocast_have_its_dtype_when_they_are_read_later
 
 
 def test_what_is_no_training_with_labels_has_logits_as_in_stock():
-    model, stock = tempoize(build("GPT2LMHeadModel"), norm="recompute"), build("GPT2LMHeadModel")
+    model, stock = build_both("GPT2LMHeadModel", norm="recompute")
     assert inspect.signature(model.forward) == inspect.signature(stock.forward)
     assert isinstance(model(input_ids=IDS).logits, torch.Tensor)
     loss, logits = model(input_ids=IDS, labels=LABELS, return_dict=False)[:2]
@@ -281,7 +273,7 @@ def test_what_is_no_training_with_labels_has_logits_as_in_stock():
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_compiled_model_has_the_fused_loss_in_one_graph():
     for name in ("LlamaForCausalLM", "Gemma2ForCausalLM"):
-        model, stock = tempoize(build(name), norm="recompute"), build(name)
+        model, stock = build_both(name, norm="recompute")
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         out, kept = saved_sizes(lambda compiled=compiled: compiled(input_ids=IDS, labels=LABELS))

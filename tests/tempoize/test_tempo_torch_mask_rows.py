@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from drawn_masks import recorded_draws
+from tiny_models import build as build_tiny
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -64,15 +65,8 @@ def attention(**settings):
 
 
 def hugging_face(name, **settings):
-    sizes = {
-        "vocab_size": 50,
-        "hidden_size": H,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": H,
-    }
-    config = getattr(transformers, name.partition("For")[0].removesuffix("Model") + "Config")(**sizes, **settings)
-    return getattr(transformers, name)(config)
+    sizes = {"vocab_size": 50, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": H}
+    return build_tiny(name, **sizes, **settings)
 
 
 BERT = {"attention_probs_dropout_prob": P, "hidden_dropout_prob": P}
@@ -89,20 +83,20 @@ MODELS = {
     "some of the rows": lambda: Calls(attention(batch_first=True), lambda x: fold(x)[:-1]),
 }
 LANGUAGE_MODELS = {
-    "BERT": (lambda: hugging_face("BertModel", **BERT), lambda n, m: {"input_ids": ids(n, S)}),
+    "BERT": (lambda: hugging_face("Bert", **BERT).bert, lambda n, m: {"input_ids": ids(n, S)}),
     "multiple choice": (
-        lambda: hugging_face("BertForMultipleChoice", **BERT),
+        lambda: transformers.BertForMultipleChoice(hugging_face("Bert", **BERT).config),
         lambda n, m: {"input_ids": ids(n, m, S)},
     ),
     "positions first": (
-        lambda: hugging_face("LlamaModel", attention_dropout=P),
+        lambda: hugging_face("Llama", attention_dropout=P).model,
         lambda n, m: {"position_ids": torch.arange(S)[None], "input_ids": ids(n, S)},
     ),
     "embeddings last": (
-        lambda: hugging_face("LlamaModel", attention_dropout=P),
+        lambda: hugging_face("Llama", attention_dropout=P).model,
         lambda n, m: {"attention_mask": torch.ones(1, 1, S, S, dtype=torch.bool), "inputs_embeds": torch.ones(n, S, H)},
     ),
-    "ALiBi": (lambda: hugging_face("BloomModel", **ATTENTION), lambda n, m: {"input_ids": ids(n, S)}),
+    "ALiBi": (lambda: hugging_face("Bloom", **ATTENTION).transformer, lambda n, m: {"input_ids": ids(n, S)}),
 }
 
 

@@ -130,12 +130,22 @@ def test_a_model_moves_torchs_generator_where_its_report_says_so_and_nowhere_els
     assert {type(ours.get_submodule(name)).__name__ for name in moved} == STILL_DRAW[name]
 
 
-def test_attention_that_no_module_asks_for_stays_as_it_was_and_is_refused_by_name():
-    case = find_case("Falcon, ALiBi")
+UNASKED = "none of its modules asks transformers' registry for attention"
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "why"),
+    [("Falcon, ALiBi", "", UNASKED), ("Swin", "{layer}.attention", "it adds a tensor to its scores")],
+)
+def test_attention_that_adds_to_its_scores_stays_stock_or_is_refused_by_name(name, place, why):
+    case = find_case(name)
     ours = tempoize(case.build(small=True))
-    assert ours.config._attn_implementation == "sdpa"
-    why = "none of its modules asks transformers' registry for attention"
-    assert ("attention", why) in {(entry.operation, entry.why) for entry in report_on(ours).left}
+    if why == UNASKED:
+        assert ours.config._attn_implementation == "sdpa"
+    else:
+        ours(**case.make_inputs(small=True))
+    left = {(entry.name, entry.why) for entry in report_on(ours).left if entry.operation == "attention"}
+    assert (place.format(layer=case.layer), why) in left
     with pytest.raises(ValueError, match='attention is "flash", but it adds a tensor to its scores'):
         tempoize(case.build(small=True), attention="flash")
 
@@ -161,13 +171,3 @@ def test_torchs_attention_in_a_model_of_transformers_has_an_entry_of_its_own(nam
     ours(case.make_inputs(small=True)["input_ids"])
     members = set(nn.MultiheadAttention(64, 4).__dict__)
     assert set(restore(ours).pool.__dict__) == members and ours.config._attn_implementation == "sdpa"
-
-
-def test_attention_that_adds_to_its_scores_stays_stock_or_is_refused_by_name():
-    case = find_case("Swin")
-    ours = tempoize(case.build(small=True))
-    ours(**case.make_inputs(small=True))
-    left = {(entry.name, entry.why) for entry in report_on(ours).left if entry.operation == "attention"}
-    assert (f"{case.layer}.attention", "it adds a tensor to its scores") in left
-    with pytest.raises(ValueError, match='attention is "flash", but it adds a tensor to its scores'):
-        tempoize(case.build(small=True), attention="flash")

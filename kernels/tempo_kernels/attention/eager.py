@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.attention.settings import HIDING_BIAS, MASKED_SCORES, Gradients, Inputs, Kept, Settings
-from tempo_kernels.opaque import cut, get_block_elements, skip_alike, use_blocks
+from tempo_kernels.opaque import cut, get_block_size, skip_alike, use_blocks
 from tempo_kernels.philox import drop_, keep_bits
 
 BLOCK_ELEMENTS = 1 << 19
@@ -180,12 +180,12 @@ def _choose_block(inputs: Inputs, settings: Settings) -> tuple[int, int]:
     """Returns how many queries and samples make a block: few enough that its scores stay in the cache and causal blocks
     end early, many enough that matrix products are fast and calls are worth their overhead."""
     q, k = inputs.q, inputs.k
-    elements = get_block_elements("attention", BLOCK_ELEMENTS if q.device.type == "cpu" else GPU_BLOCK_ELEMENTS)
+    elements = get_block_size("attention", BLOCK_ELEMENTS if q.device.type == "cpu" else GPU_BLOCK_ELEMENTS)
     elements_per_row = max(1, q.size(2) * k.size(0))
     rows = elements // elements_per_row
     if settings.compute_window(q.size(0), k.size(0)) != (None, None):
         rows = min(rows, k.size(0) // 4)
-    rows = max(MIN_BLOCK_ROWS, rows // 16 * 16)
+    rows = max(get_block_size("attention_rows", MIN_BLOCK_ROWS), rows // 16 * 16)
     return rows, max(1, elements // (elements_per_row * min(rows, max(1, q.size(0)))))
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shares
-from tempo_kernels.opaque import cut, get_block_elements, skip_alike
+from tempo_kernels.opaque import cut, get_block_size, skip_alike
 
 BLOCK_ELEMENTS = 1 << 18
 
@@ -44,7 +44,7 @@ def compute_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tenso
 
 
 def _cut_into_blocks(logits: Tensor) -> Sequence[slice]:
-    elements = get_block_elements("linear_cross_entropy", BLOCK_ELEMENTS)
+    elements = get_block_size("linear_cross_entropy", BLOCK_ELEMENTS)
     return skip_alike(cut(logits.size(0), max(1, elements // logits.size(1))), logits)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tempo_kernels.compiled import Compiled, pays_for, split_columns
 from tempo_kernels.norm.eager import differentiate, get_lost_channels, normalize
 from tempo_kernels.norm.settings import Kept, Norm, Statistics, get_output_dtype, view_rows
-from tempo_kernels.opaque import cut, get_block_elements, is_recorded
+from tempo_kernels.opaque import cut, get_block_size, is_recorded
 
 BLOCK_ELEMENTS = 1 << 19
 CHUNK_ROWS = 32
@@ -156,5 +156,5 @@ def _differentiate_rows(
 
 def _blocks(rows: Tensor) -> list[slice]:
     """Lists slices of whole rows, of about the same length, whose float32 copies stay in the cache."""
-    num_blocks = 1 if is_recorded() else max(1, -(-rows.numel() // get_block_elements("norm", BLOCK_ELEMENTS)))
+    num_blocks = 1 if is_recorded() else max(1, -(-rows.numel() // get_block_size("norm", BLOCK_ELEMENTS)))
     return cut(rows.size(0), max(1, -(-rows.size(0) // num_blocks)))
