@@ -1,8 +1,15 @@
-"""The kernels of all rooms but attention compiled ahead of time, with their launchers' arguments; no GPU is needed."""
+"""Kernels compiled ahead of time, with their launchers' arguments; no GPU is needed.
+
+Those of attention have a file of their own, but for the ranges of whole numbers (ttir_ranges.py), which for all kernels
+are taken of tensors with more than 2**31 elements and without memory. On a GPU benchmarks/gpu_suite.py runs such tensors.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,12 +18,17 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
 
 from ahead_of_time import Launch, compiled, list_spills_in_loops, narrow_accesses, record_launches, resources, source_of
+from attention_cases import settings
 from covering import exhaustive, parametrize_covering
 from torch import Tensor
+from ttir_ranges import find_overflows
 
+import tempo_kernels
 from tempo_kernels import kernel_sums
 from tempo_kernels.activation import ACTIVATIONS
 from tempo_kernels.activation import kernel as activations
+from tempo_kernels.attention import kernel as attention
+from tempo_kernels.attention.settings import Inputs, Kept
 from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.linear_cross_entropy import kernel as loss
@@ -27,12 +39,13 @@ from tempo_kernels.norm import kernel_forward as norm_forward
 from tempo_kernels.norm.settings import Norm
 
 MODULES = [activations, dropout_add, loss, norm_forward, norm_backward, kernel_sums]
+SUMS = "kernel_sums._sums_kernel"
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 
 
 def record(run: Callable[[], Any]) -> list[Launch]:
     """The launches of a room's own kernels."""
-    return [launch for launch in record_launches(run, MODULES) if launch.kernel is not kernel_sums._sums_kernel]
+    return [launch for launch in record_launches(run, MODULES) if launch.name != SUMS]
 
 
 def check(launch: Launch, capability: int, name: str, most_registers: int, most_narrow: int, stack: int = 0) -> None:
@@ -41,7 +54,7 @@ def check(launch: Launch, capability: int, name: str, most_registers: int, most_
     usage, narrow = resources(binary.asm["cubin"]), narrow_accesses(binary.asm["ptx"])
     assert usage["STACK"] <= stack and usage["LOCAL"] == 0, f"{name} spills: {usage}"
     assert usage["REG"] <= most_registers, f"{name}: {usage}"
-    if launch.arguments.get("channels_ptr") is not None or launch.kernel is kernel_sums._sums_kernel:
+    if launch.arguments.get("channels_ptr") is not None or launch.name == SUMS:
         # A norm's lost channels are read and written one by one, and of partial sums a thread has one column.
         narrow = [access for access in narrow if not access.endswith((".b16", ".b32", " 0x4 bytes"))]
     if "rows_ptr" in launch.arguments:
@@ -53,31 +66,35 @@ def check(launch: Launch, capability: int, name: str, most_registers: int, most_
         assert sums_rows or not any(access.endswith(".b16") for access in narrow), f"{name}: {narrow}"
 
 
+def run_activation(activation: str, x: Tensor, half: Tensor) -> None:
+    """Every form, with and without a bias, of x and, half as wide, of gated units' outputs."""
+    for bias in (x[0], None):
+        for form in ("gated", "recompute", "inplace")[: 2 + (ACTIVATIONS[activation].slope_of_output is not None)]:
+            _, bits = activations.forward(x, bias, activation, form)
+            kept = (x, None, bits) if form == "inplace" else (x, bias, None)
+            activations.backward(half if form == "gated" else x, *kept, activation, form, bias is not None)
+
+
 @pytest.mark.slow
 @parametrize_covering(
     each={"activation": ACTIVATIONS.keys()}, dtype={"16": BRAIN, "32": FLOAT}, capability=[90, 80, 100]
 )
 def test_activations_spill_nothing_and_read_16_bytes_at_a_time(activation, dtype, capability):
     x = torch.empty(2048, 4096, dtype=dtype)
-    half, bits, row = x[:, :2048], x.new_empty(x.numel() // 8, dtype=torch.uint8), ACTIVATIONS[activation]
-    kept = {"recompute": (x, x), "gated": (half, x)} | ({"inplace": (x, x)} if row.slope_of_output is not None else {})
-
-    def run() -> None:
-        for bias in (x[0], None):
-            for form, (grad_y, source) in kept.items():
-                activations.forward(x, bias, activation, form)
-                has_bits = form == "inplace" and row.x_min is not None
-                operands = (bias if form != "inplace" else None, bits if has_bits else None, activation, form)
-                activations.backward(grad_y, source, *operands, bias is not None)
-
-    for launch in record_launches(run, MODULES):
+    for launch in record_launches(lambda: run_activation(activation, x, x[:, :2048]), MODULES):
         # Of bits a thread has a byte per eight elements, and of a bias and of sums a column or two.
         check(launch, capability, launch.name, 128, 4)
 
 
-def run_dropouts(dtype: torch.dtype, hidden_size: int) -> None:
-    x = torch.empty(512, 4, hidden_size, dtype=dtype)
-    tokens = torch.empty(2, 512, 4, dtype=torch.int64)
+def with_capabilities(cases: list[Any], every: list[Any]) -> pytest.MarkDecorator:
+    """(capability, shapes) of the cases, and with --exhaustive every shape on each."""
+    return pytest.mark.parametrize(
+        ("capability", "shapes"), [*cases, *exhaustive(*((c, every) for c in (90, 80, 100)))]
+    )
+
+
+def run_dropouts(x: Tensor) -> None:
+    tokens = torch.empty(2, *x.shape[:2], dtype=torch.int64)
     draws = Draw(0.1, 2**64 - 1, 5, 7), Draw(0.1, *tokens[:, 0, 0], 7), Draw(0.1, 7, 0, 0, 0, *tokens)
     for draw in draws:
         dropout_add.forward(x, x[0, 0], x, draw)
@@ -90,19 +107,13 @@ def run_dropouts(dtype: torch.dtype, hidden_size: int) -> None:
 DROPOUTS = [(BRAIN, 4096), (HALF, 1000), (FLOAT, 4096)]
 
 
-@pytest.mark.parametrize(
-    ("capability", "shapes"),
-    [
-        pytest.param(90, DROPOUTS[:1], marks=pytest.mark.quick),
-        (80, DROPOUTS[1:2]),
-        (100, DROPOUTS[2:]),
-        *exhaustive((90, DROPOUTS), (80, DROPOUTS), (100, DROPOUTS)),
-    ],
-    ids=["90", "80", "100", "90 all", "80 all", "100 all"],
+@with_capabilities(
+    [pytest.param(90, DROPOUTS[:1], marks=pytest.mark.quick), (80, DROPOUTS[1:2]), (100, DROPOUTS[2:])], DROPOUTS
 )
 def test_dropouts_keep_to_few_registers_and_access_16_bytes_at_a_time(capability, shapes):
     for dtype, hidden_size in shapes:
-        for launch in record(lambda dtype=dtype, h=hidden_size: run_dropouts(dtype, h)):
+        x = torch.empty(512, 4, hidden_size, dtype=dtype)
+        for launch in record(lambda x=x: run_dropouts(x)):
             assert len(launch.kernel.arg_names) <= 20
             check(launch, capability, f"{launch.name}, {dtype}", 128, 8)
 
@@ -118,9 +129,9 @@ def list_shares(num_columns: int, softcap: float = 30.0, temperature: float = 0.
     }
 
 
-def run_losses(num_rows: int, num_columns: int, dtype: torch.dtype, first: int = 0, **numbers: float) -> None:
+def run_losses(logits: Tensor, first: int = 0, **numbers: float) -> None:
     """Every form of both kernels on tokens [first, first + num_rows) of more."""
-    logits = torch.empty(num_rows, num_columns, dtype=dtype)
+    num_rows, num_columns = logits.shape
     columns = torch.zeros(first + num_rows, dtype=torch.int64)[first:]
     vectors = torch.ones(4, first + num_rows)[:, first:]
     for shares in list_shares(num_columns, **numbers).values():
@@ -132,69 +143,48 @@ def run_losses(num_rows: int, num_columns: int, dtype: torch.dtype, first: int =
 LOSSES = [(BRAIN, columns) for columns in (50304, 128256, 6288)] + [(HALF, 50264), (FLOAT, 50304)]
 
 
-@pytest.mark.parametrize(
-    ("capability", "shapes"),
-    [
-        pytest.param(90, [LOSSES[0], LOSSES[4]], marks=pytest.mark.slow),
-        (80, LOSSES[:1]),
-        *exhaustive((90, LOSSES), (80, LOSSES), (100, LOSSES)),
-    ],
-    ids=["90", "80", "90 all", "80 all", "100 all"],
-)
+@with_capabilities([pytest.param(90, [LOSSES[0], LOSSES[4]], marks=pytest.mark.slow), (80, LOSSES[:1])], LOSSES)
 def test_losses_keep_to_few_registers_and_read_16_bytes_at_a_time(capability, shapes):
     for dtype, num_columns in shapes:
         names = [form for form in list_shares(num_columns) for _ in range(2)]
-        launches = record_launches(lambda dtype=dtype, v=num_columns: run_losses(64, v, dtype), MODULES)
+        logits = torch.empty(64, num_columns, dtype=dtype)
+        launches = record_launches(lambda logits=logits: run_losses(logits), MODULES)
         for form, launch in zip(names, launches, strict=True):
             # At 80 three programs of 8 warps share a multiprocessor; tanh and a division take some. What is read
             # narrowly is a row's target, maximum, scale, gradient and slope, and written up to four results.
             check(launch, capability, f"{launch.name}, {form}, {dtype}", 128 if "capped" in form else 80, 7)
 
 
-def run_norms(dtype: torch.dtype, hidden_size: int) -> None:
-    x = torch.empty(2048, hidden_size, dtype=dtype)
-    for bias in (x[0], None):
-        _, kept = norm.forward(x, Norm(x[0], bias, 1e-5, bias is not None, False))
-        norm.backward(x, x, kept, bias is not None, dtype, dtype)
-    parameters = Norm(x[0], x[0], 1e-5, True, True)
+def run_norms(x: Tensor, y: Tensor) -> None:
+    """Both forms of x, and of an output and parameters of y's dtype."""
+    for bias in (y[0], None):
+        _, kept = norm.forward(x, Norm(y[0], bias, 1e-5, bias is not None, False))
+        norm.backward(y, y, kept, bias is not None, x.dtype, y.dtype, checks=False)
+    parameters = Norm(y[0], y[0], 1e-5, True, True)
     _, statistics = norm.forward_from_input(x, parameters)
-    norm.refill(x, x, parameters, statistics)
-    norm.backward_from_input(x, x, parameters, statistics)
-
-
-def run_norms_of_float32_residuals(dtype: torch.dtype, hidden_size: int) -> None:
-    """A float32 x beside parameters of `dtype`."""
-    x, y = (torch.empty(2048, hidden_size, dtype=kind) for kind in (FLOAT, dtype))
-    parameters = Norm(y[0], y[0], 1e-5, True, False)
-    _, kept = norm.forward(x, parameters)
-    norm.backward(y, y, kept, True, x.dtype, dtype)
-    _, statistics = norm.forward_from_input(x, parameters._replace(zero_centered=True))
-    norm.backward_from_input(y, x, parameters._replace(zero_centered=True), statistics)
+    norm.refill(y, x, parameters, statistics)
+    norm.backward_from_input(y, x, parameters, statistics)
 
 
 # 16-bit rows that are multiples of eight, short, medium and long, and float32.
-NORMS: list[tuple[Callable[[torch.dtype, int], None], torch.dtype, int]] = [
-    (run_norms, FLOAT, 4096),
-    *((run_norms, BRAIN, hidden_size) for hidden_size in (1000, 4096, 8192, 12288, 20480)),
-    *((run_norms_of_float32_residuals, BRAIN, hidden_size) for hidden_size in (8192, 12288)),
+NORMS = [
+    (FLOAT, FLOAT, 4096),
+    *((BRAIN, BRAIN, hidden_size) for hidden_size in (1000, 4096, 8192, 12288, 20480)),
+    *((FLOAT, BRAIN, hidden_size) for hidden_size in (8192, 12288)),
 ]
 # Each on one GPU: both dtypes, rows that are short, fill the registers, or are read in parts, and every operation.
 COVERING = {90: [NORMS[1], NORMS[3]], 80: NORMS[:1], 100: [NORMS[5], NORMS[7]]}
 
 
-@pytest.mark.parametrize(
-    ("capability", "shapes"),
-    [
-        pytest.param(90, NORMS[:1], marks=pytest.mark.quick),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in COVERING.items()),
-        *exhaustive((90, NORMS), (80, NORMS), (100, NORMS)),
-    ],
-    ids=["90 quick", "90", "80", "100", "90 all", "80 all", "100 all"],
-)
+QUICK = pytest.param(90, NORMS[:1], marks=pytest.mark.quick)
+
+
+@with_capabilities([QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in COVERING.items())], NORMS)
 def test_norms_keep_to_registers_and_access_16_bytes_at_a_time(capability, shapes):
-    for run, dtype, hidden_size in shapes:
-        for launch in record_launches(lambda run=run, dtype=dtype, h=hidden_size: run(dtype, h), MODULES):
-            name = f"{launch.name}, {dtype}, h {hidden_size}"
+    for *dtypes, hidden_size in shapes:
+        tensors = [torch.empty(2048, hidden_size, dtype=dtype) for dtype in dtypes]
+        for launch in record_launches(lambda tensors=tensors: run_norms(*tensors), MODULES):
+            name = f"{launch.name}, {dtypes}, h {hidden_size}"
             # One number per row, or a vector [h] of which a thread has fewer than eight elements; a tile that is read
             # or written narrowly takes at least eight accesses. Of sums over rows a thread has one column, and norms
             # load two numbers for each row of a tile ahead.
@@ -208,7 +198,7 @@ def test_norms_keep_to_registers_and_access_16_bytes_at_a_time(capability, shape
 def list_narrow() -> Iterator[Callable[[], Any]]:
     x = torch.empty(4097, dtype=BRAIN)[1:].view(2, 2, 1024)  # not aligned
     yield lambda: dropout_add.forward(x, None, None, Draw(0.1, 1, 0, 0))
-    yield lambda: run_losses(64, 50257, BRAIN)  # no multiple of eight
+    yield lambda: run_losses(torch.empty(64, 50257, dtype=BRAIN))  # no multiple of eight
 
 
 def test_what_is_not_aligned_is_read_narrowly_and_found_to_be():
@@ -227,7 +217,7 @@ def run_chunks() -> None:
     for rows, first, softcap, temperature in [
         (64, 0, 30.0, 0.7), (64, 64, 50.0, 0.01), (1, 3, 1.0, 1.5), (17, 5, 2.0, 2.0), (16, 1, 30.0, 0.7),
     ]:  # fmt: skip
-        run_losses(rows, 50304, BRAIN, first, softcap=softcap, temperature=temperature)
+        run_losses(torch.empty(rows, 50304, dtype=BRAIN), first, softcap=softcap, temperature=temperature)
 
 
 NUMBERS = torch.arange(5)  # of which every second one is aligned to 16 bytes
@@ -246,3 +236,51 @@ SAME = {
 def test_new_keys_probabilities_places_sizes_and_temperatures_compile_nothing(run, num_kernels):
     launches = record(run)
     assert len(launches) > num_kernels and len({source_of(launch).hash() for launch in launches}) == num_kernels
+
+
+def make_rows(width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """[rows, width] of a little more than 2**31 elements."""
+    return torch.empty((1 << 31) // width + 16, width, dtype=dtype)
+
+
+def run_attention() -> None:
+    for s, b, a, has_more in ((1280, 128, 256, False), (4096, 1, 256, True)):
+        q, scores = torch.empty(s, b, a, 64, dtype=torch.bfloat16), (1, a, s, s)
+        inputs = Inputs(q, q, q)
+        if has_more:
+            mask, bias = (torch.empty(scores, dtype=dtype) for dtype in (torch.bool, q.dtype))
+            inputs = inputs._replace(mask=mask, bias=bias)
+        chosen = settings(causal=False, window_size=(63, 0))
+        attention.backward(q, inputs, Kept(*attention.forward(inputs, chosen)), chosen, has_more)
+
+
+def run_all() -> None:
+    x = make_rows(8192)
+    for activation in ACTIVATIONS:
+        run_activation(activation, x, make_rows(4096)[: x.size(0)])
+    run_dropouts(x[:, None])
+    for width in (4096, 32768):
+        run_norms(*[make_rows(width)] * 2)
+    run_attention()
+    run_losses(make_rows(32768))
+
+
+def list_kernels() -> Iterator[tuple[str, ModuleType]]:
+    """All kernels by their full names, and the modules that have them."""
+    root = Path(tempo_kernels.__file__).parents[1]
+    for file in sorted((root / "tempo_kernels").rglob("kernel*.py")):
+        name = ".".join(file.relative_to(root).with_suffix("").parts)
+        module = importlib.import_module(name)
+        kernels = [value.fn for key, value in vars(module).items() if key.endswith("_kernel")]
+        yield from ((f"{name}.{kernel.__name__}", module) for kernel in kernels if kernel.__module__ == name)
+
+
+def test_no_number_of_32_bits_runs_over_on_its_way_to_an_address(fresh_plans):
+    kernels, launches = dict(list_kernels()), dict[str, Launch]()
+    with torch.device("meta"):
+        launches |= {source_of(launch).hash(): launch for launch in record_launches(run_all, set(kernels.values()))}
+    found: dict[str, list[str]] = {name: [] for name in kernels}
+    for launch in launches.values():
+        found[f"{launch.kernel.fn.__module__}.{launch.kernel.fn.__name__}"] += find_overflows(launch)
+    assert not any(found.values()), found
+    assert {f"tempo_kernels.{launch.name}" for launch in launches.values()} == kernels.keys()
