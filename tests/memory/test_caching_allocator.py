@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
 import pytest
 from made_chunks import make_chunk
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from runs import build_run
 
 from tempo_megatron import TempoConfig
@@ -17,9 +15,7 @@ from tempo_megatron.memory.rank.allocator import Block, CachingAllocator
 from tempo_megatron.memory.rank.estimate import estimate_ranks
 from tempo_megatron.memory.rank.play import Step, play_rank
 from tempo_megatron.memory.rank.standing import Born, Standing, Tensor
-from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings, Run
-from tempo_megatron.memory.simulated import chunk
-from tempo_megatron.memory.simulated.chunk_model import Ends
+from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings
 from tempo_megatron.models.shape import make_shape
 
 MIB = 1 << 20
@@ -138,43 +134,3 @@ def test_reserved_bytes_are_those_of_both_streams_and_of_the_second_step() -> No
     counters = play_rank(step, standing, num_steps=2)
     # A segment of 50 MiB has the micro batch, and then the step's 36 and 10; at its peak that is 46.
     assert (counters.rounded, counters.reserved) == ((46 + 16) * MIB, (50 + 16) * MIB)
-
-
-@pytest.mark.parametrize(
-    ("family", "pre_process", "post_process", "tempo_config"),
-    [
-        ("gpt", True, True, OFF),
-        ("gpt", False, True, AUTO),
-        ("bert", True, False, OFF),
-        ("gpt", False, False, TempoConfig(layers={"0-1": {"attention": "off"}})),
-    ],
-)
-def test_three_layers_show_the_allocations_of_all(
-    family: str, pre_process: bool, post_process: bool, tempo_config: TempoConfig
-) -> None:
-    """Also where the chunk's first layer gets hidden states, and its last one their gradient."""
-    shape = make_shape(num_layers=6, hidden_size=64, num_attention_heads=4, seq_length=32, family=family, vocab_size=99)
-    run = chunk._cut(Run(model=shape, tempo=tempo_config, micro_batch_size=2), range(6))
-    ends = Ends(pre_process, post_process, False, post_process)
-    few, every = (chunk._run_chunk(run, ends, True, longest) for longest in (3, 6))
-    assert few is not None and few == every
-
-
-def test_three_layers_with_experts_show_the_allocations_of_all() -> None:
-    """But for the sums of the balancing losses, 4 bytes for each layer that runs, which the first one makes."""
-    layers = 6
-    shape = make_shape(
-        num_layers=layers, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=99, add_bias_linear=False,
-        num_experts=4, moe_ffn_hidden_size=32, moe_aux_loss_coeff=0.01,
-    )  # fmt: skip
-    run = Run(model=shape, tempo=OFF, stock="transformer_engine", moe_imbalance=1.0, micro_batch_size=2)
-    cut = chunk._cut(run, range(layers))
-    few, every = (chunk._run_chunk(cut, Ends(True, True, False, True), True, longest) for longest in (3, layers))
-    assert MoEAuxLossAutoScaler.main_loss_backward_scale is None, "a simulation leaves it there"
-    assert few is not None and every is not None
-    of_few, of_all = (
-        [event for segment in each.forward + each.backward for event in segment.events] for each in (few, every)
-    )
-    assert [(one[1], other[1]) for one, other in zip(of_few, of_all, strict=True) if one != other] == [(12, 4 * layers)]
-    same: dict[str, Any] = {"forward": (), "backward": ()}
-    assert dataclasses.replace(few, **same) == dataclasses.replace(every, **same)

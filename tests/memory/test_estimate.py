@@ -26,10 +26,10 @@ from tempo_megatron.memory.commands import estimate as estimate_command
 from tempo_megatron.memory.megatron.read_run import deal_out_layers
 from tempo_megatron.memory.rank.estimate import estimate_ranks
 from tempo_megatron.memory.rank.play import list_events
-from tempo_megatron.memory.run import Run, cut_layers
+from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.show.tree import format_trees, list_modules
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
-from tempo_megatron.memory.simulated.chunk_memory import HEAD, LAYERS, ChunkMemory, compress
+from tempo_megatron.memory.simulated.chunk_memory import LAYERS, ChunkMemory
 from tempo_megatron.memory.tape.follower import Follower, count_storage_bytes
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.models.shape_file import read_shape_file
@@ -45,6 +45,9 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
+MIXTURE: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 96, "add_bias_linear": False}
+
+
 def simulate(values: dict[str, Any], tempo_config: TempoConfig = OFF, **settings: Any) -> Any:
     shape = make_shape(**{"vocab_size": 1024, **values})
     return simulate_chunk(build_run(model=shape, tempo=tempo_config, **settings), range(shape.num_layers))
@@ -55,7 +58,9 @@ def keep_of_middle_layer(memory: Any) -> int:
     return int(layers[len(layers) // 2].growth)
 
 
-@parametrize_covering(name=list(PAPER), recompute=[(), ("core_attn",), ("full",)], sequence_parallel=[False, True])
+@parametrize_covering(
+    each={"name": list(PAPER), "recompute": [(), ("core_attn",), ("full",)], "sequence_parallel": [False, True]}
+)
 def test_a_layer_keeps_what_the_paper_publishes(name: str, recompute: tuple[str, ...], sequence_parallel: bool) -> None:
     """Equations 1 to 6 of arXiv 2205.05198: 16 bits, a byte per dropped element, unfused attention."""
     a, h, _, b = PAPER[name]
@@ -70,9 +75,11 @@ def test_a_layer_keeps_what_the_paper_publishes(name: str, recompute: tuple[str,
 
 
 @parametrize_covering(
-    tempo_config={"off": OFF, "auto": TempoConfig(), "recompute": RECOMPUTE},
-    sequence_parallel=[False, True],
-    attention=["fused", "unfused"],
+    each={
+        "tempo_config": {"off": OFF, "auto": TempoConfig(), "recompute": RECOMPUTE},
+        "sequence_parallel": [False, True],
+        "attention": ["unfused", "fused"],
+    }
 )
 def test_transformer_engines_layer_keeps_what_the_formula_says(
     tempo_config: TempoConfig, sequence_parallel: bool, attention: str
@@ -160,26 +167,30 @@ def test_without_a_softmax_kernel_stock_keeps_its_softmax_in_float32() -> None:
         assert without - kept == more
 
 
-@pytest.mark.parametrize("family", ["gpt", "bert", "t5"])
-def test_layers_that_stand_for_others_give_the_memory_of_all(family: str) -> None:
-    """Seven layers of which one in the middle has another value, beside the same as seven single ones."""
-    values = {**SMALL, "num_layers": 7, "family": family}
-    odd = TempoConfig(layers={"3": {"attention": "off"}})
-    every = dataclasses.replace(odd, layers={str(i): {"attention": "off" if i == 3 else "flash"} for i in range(7)})
-    assert simulate(values, odd, stock="cpu") == simulate(values, every, stock="cpu")
-    assert compress("aaaabaa") == [(0, 1), (1, 2), (3, 1), (4, 1), (5, 1), (6, 1)]
-
-
-def test_layers_that_are_not_recomputed_stand_for_one_another_too() -> None:
-    """Of nine layers the first four are recomputed: one middle layer of each kind runs, for two and for three."""
-    run = Run(model=make_shape(**{**SMALL, "num_layers": 9}), tempo=OFF, recompute=("full",), recompute_num_layers=4)
-    kept = [phase.growth for phase in simulate_chunk(run, range(9)).forward if phase.part == LAYERS]
-    full, none = (
-        [phase.growth for phase in simulate_chunk(each, range(9)).forward if phase.part == LAYERS]
-        for each in (dataclasses.replace(run, recompute_num_layers=None), dataclasses.replace(run, recompute=()))
+@pytest.mark.parametrize(
+    ("values", "tempo_config", "settings", "ends"),
+    [
+        ({}, OFF, {}, (True, True)),
+        ({}, TempoConfig(), {}, (False, True)),
+        ({"family": "bert"}, OFF, {}, (True, False)),
+        ({"family": "t5"}, TempoConfig(layers={"3": {"attention": "off"}}), {"stock": "cpu"}, (True, True)),
+        ({}, TempoConfig(layers={"0-1": {"attention": "off"}}), {}, (False, False)),
+        # One middle layer of each kind runs, for two and for three.
+        ({"num_layers": 9}, OFF, {"recompute": ("full",), "recompute_num_layers": 4}, (True, True)),
+        ({**MIXTURE, "moe_aux_loss_coeff": 0.0}, OFF, {"stock": "transformer_engine"}, (True, True)),
+    ],
+)
+def test_three_layers_show_the_memory_of_all(
+    values: dict[str, Any], tempo_config: TempoConfig, settings: dict[str, Any], ends: tuple[bool, bool]
+) -> None:
+    """Also where the chunk's first layer gets hidden states, and its last one their gradient."""
+    shape = make_shape(**{**SMALL, "num_layers": 6, **values})
+    run = Run(model=shape, tempo=tempo_config, micro_batch_size=2, **settings)
+    few, every = (
+        simulate_chunk(run, range(shape.num_layers), pre_process=ends[0], post_process=ends[1], longest_row=longest_row)
+        for longest_row in (3, 9)
     )
-    # A recomputed layer keeps its input, of which one that is not has a part of its own.
-    assert len(kept) == 9 and kept[1:4] == full[1:4] and kept[5:] == none[5:]
+    assert few == every
 
 
 def test_parameters_of_all_stages_are_those_of_the_model() -> None:
@@ -193,51 +204,39 @@ def test_parameters_of_all_stages_are_those_of_the_model() -> None:
     assert [rank.name for rank in ranks][:2] == ["first stage", "stage 1"]
 
 
+_SPLIT = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+_ACCOUNTS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+
+
 @pytest.mark.parametrize(
-    ("stages", "first", "last"), [(4, 1, None), (4, None, 5), (4, 2, 4), (2, 3, 5), (4, None, None), (3, 3, 3)]
+    ("num_layers", "stages", "chunks", "split"),
+    [
+        *((7, 4, 1, (1, None)), (8, 4, 1, (None, 5)), (10, 4, 1, (2, 4)), (8, 2, 1, (3, 5)), (8, 4, 1, (None, None))),
+        *((14, 4, 2, (True, True)), (6, 4, 1, (True, True)), (23, 4, 3, (True, False))),
+    ],
 )
-def test_stages_have_the_layers_that_megatron_gives_them(stages: int, first: int | None, last: int | None) -> None:
-    num_layers = {(4, 1, None): 7, (4, 2, 4): 10}.get((stages, first, last), 8)
-    shape = make_shape(**{**SMALL, "num_layers": num_layers})
-    tempo = TempoConfig(layers={f"{num_layers - 1}": {"norm": "recompute"}})
-    chunks = cut_layers(num_layers, stages, first=first, last=last)
-    run = build_run(model=shape, tempo=tempo, pp=stages, chunks=chunks)
+def test_chunks_have_the_layers_that_megatron_gives_them(
+    num_layers: int, stages: int, chunks: int, split: tuple[Any, Any]
+) -> None:
+    names = _ACCOUNTS if isinstance(split[0], bool) else _SPLIT
     config = TransformerConfig(
         num_layers=num_layers, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=stages,
-        pipeline_dtype=torch.float32, num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last,
-    )  # fmt: skip
-    layers = [sum(map(len, run.list_chunks(stage))) for stage in range(stages)]
-    assert layers == [get_num_layers_to_build(config, pp_rank=stage) for stage in range(stages)]
-    assert [n for stage in range(stages) for chunk in run.list_chunks(stage) for n in chunk] == [*range(num_layers)]
-    layer = 12 * 64 * 64 + 13 * 64
-    ranks = estimate_ranks(run)
-    embedding, positions = 512 * 64, 32 * 64
-    others = [embedding + positions, *[0] * (stages - 2), embedding + 2 * 64]
-    assert [rank.num_parameters for rank in ranks] == [n * layer + m for n, m in zip(layers, others, strict=True)]
-
-
-@pytest.mark.parametrize(("chunks", "embedding", "loss"), [(2, True, True), (1, True, True), (3, True, False)])
-def test_chunks_have_the_layers_that_megatron_gives_them(chunks: int, embedding: bool, loss: bool) -> None:
-    num_layers = 4 * chunks * 2 - embedding - loss
-    config = TransformerConfig(
-        num_layers=num_layers, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=4,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, pipeline_dtype=torch.float32,
-        account_for_embedding_in_pipeline_split=embedding, account_for_loss_in_pipeline_split=loss,
+        **dict(zip(names, split, strict=True)),
     )  # fmt: skip
-    model = make_shape(**{**SMALL, "num_layers": num_layers})
-    run = build_run(model=model, tempo=OFF, pp=4, chunks=deal_out_layers(config))
-    found = [[len(layers) for layers in run.list_chunks(stage)] for stage in range(4)]
+    run = build_run(
+        model=make_shape(**{**SMALL, "num_layers": num_layers}), tempo=OFF, pp=stages, chunks=deal_out_layers(config)
+    )
+    listed = [run.list_chunks(stage) for stage in range(stages)]
     places = range(chunks) if chunks > 1 else (None,)
-    assert found == [[get_num_layers_to_build(config, vp, stage) for vp in places] for stage in range(4)]
-
-
-def test_the_head_may_have_a_chunk_of_its_own() -> None:
-    run = build_run(model=make_shape(**SMALL), tempo=OFF, pp=2, num_micro_batches=4)
-    apart = change_run(run, chunks=(4, 4, 0, 0))
-    assert estimate_ranks(apart)[1].num_parameters == estimate_ranks(run)[1].num_parameters
-    first, last = (simulate_chunk(run, range(0), pre_process=place == 0, post_process=place == 1) for place in (0, 1))
-    assert first.num_parameters == 512 * 64 + 32 * 64 and last.num_parameters == 512 * 64 + 2 * 64
-    assert {phase.part for phase in last.forward} <= {LAYERS, HEAD}
+    found = [[len(layers) for layers in of_stage] for of_stage in listed]
+    assert found == [[get_num_layers_to_build(config, vp, stage) for vp in places] for stage in range(stages)]
+    assert [n for of_chunk in zip(*listed, strict=True) for layers in of_chunk for n in layers] == [*range(num_layers)]
+    if chunks == 1:
+        layer, embedding, positions = 12 * 64 * 64 + 13 * 64, 512 * 64, 32 * 64
+        others = [embedding + positions, *[0] * (stages - 2), embedding + 2 * 64]
+        expected = [n * layer + m for (n,), m in zip(found, others, strict=True)]
+        assert [rank.num_parameters for rank in estimate_ranks(run)] == expected
 
 
 @pytest.mark.parametrize(("stage", "chunks", "in_flight"), [(0, 1, 4), (3, 1, 1), (0, 2, 11), (3, 2, 5), (0, 3, 15)])
@@ -296,7 +295,7 @@ def test_a_layer_of_experts_that_is_recomputed_keeps_its_input() -> None:
     assert keep(recompute=("moe",)) == narrow < kept - 2 * tokens * 2 * f * 3
 
 
-@pytest.mark.parametrize(("stages", "has_experts"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("stages", "has_experts"), [(1, False), (2, True)])
 def test_a_further_token_takes_a_layer_and_logits_on_the_last_stage(stages: int, has_experts: bool) -> None:
     s, h, v, f = 32, 64, 512, 96
     model = make_shape(**SMALL | {"vocab_size": v, "position_embedding_type": "rope"})
@@ -321,15 +320,6 @@ def test_a_further_token_takes_a_layer_and_logits_on_the_last_stage(stages: int,
     kept = two.kept_bytes - one.kept_bytes
     assert kept == repeated.kept_bytes - one.kept_bytes
     assert kept > 4 * s * v + keep_of_middle_layer(none)
-
-
-def test_a_chunk_with_a_further_token_alone_has_its_layer() -> None:
-    model = make_shape(**SMALL | {"position_embedding_type": "rope"})
-    run = build_run(model=model, tempo=OFF, stock="transformer_engine", pp=2, mtp_num_layers=1)
-    first, last = (estimate_ranks(change_run(run, chunks=cut))[1].num_parameters for cut in ((7, 1), (8, 0)))
-    of_a_layer = simulate_chunk(run, range(1), pre_process=False, post_process=False).num_parameters
-    # The final norm is where the last layer is.
-    assert first - last == of_a_layer + 2 * 64
 
 
 def test_multi_token_prediction_may_precede_the_head() -> None:
@@ -488,12 +478,10 @@ def write_deepspeed(path: Path, **config: Any) -> str:
 @pytest.mark.parametrize(
     ("config", "arguments", "dtype"),
     [
-        ("zero1_fp32.json", [], "fp32"),
         ("zero2_bf16.json", ["--zero", "2"], "bf16"),
         ("zero1_fp16.json", ["--dtype", "fp16"], "fp16"),
         ({"bf16": {"enabled": "auto"}}, ["--dtype", "bf16"], "bf16"),
         ({"bf16": {"enabled": "auto"}}, [], "fp32"),
-        (None, [], "bf16"),
     ],
 )
 def test_precision_and_zero_stage_are_the_deepspeed_jsons(

@@ -6,16 +6,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from kept_formula import LayerShape, count_layer_bytes
 from runs import build_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
 from tempo_megatron.memory.commands.ledger import format_table
-from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.show.ledger import Ledger, measure_run
 from tempo_megatron.memory.show.plots import add_kept
-from tempo_megatron.memory.tape.rows import Row, find_row, format_size
+from tempo_megatron.memory.tape.rows import Row, find_row
 from tempo_megatron.models.shape import make_shape
 
 SCORES = "core_attention (s*s)"
@@ -49,35 +47,15 @@ def test_the_loss_head_is_counted_in_the_form_that_training_runs() -> None:
 RECOMPUTE = TempoConfig(activation="recompute", norm="recompute")
 
 
-def test_every_byte_of_a_layer_that_keeps_inputs_is_accounted_for():
+def test_every_byte_of_a_layer_is_accounted_for():
     s, h, heads = 64, 128, 2
-    tempo = ledger(SMALL, RECOMPUTE)
-    # 16-bit x of two norms, qkv, context, gelu input; mean and rstd of two norms; logsumexp per head.
-    assert tempo.layer_bytes == 2 * s * h * (2 + 3 + 1 + 4) + 2 * 2 * 4 * s + 4 * s * heads
-
-
-def test_every_byte_of_a_tempo_layer_is_accounted_for():
-    s, h, heads = 64, 128, 2
-    tempo = ledger(SMALL, TempoConfig())
-    # 16-bit y of two norms, qkv, context, gelu output; one bit per gelu element; rstd twice; logsumexp per head; gamma
-    # and beta of two norms, whatever the number of tokens.
-    per_token = 2 * h * (1 + 3 + 1 + 1 + 4) + 4 * h // 8 + 2 * 4 + 4 * heads
-    assert tempo.layer_bytes == s * per_token + 2 * 2 * 4 * h
-
-
-@pytest.mark.parametrize("tempo", [TempoConfig.off(), TempoConfig(), RECOMPUTE], ids=["stock", "in place", "recompute"])
-@pytest.mark.parametrize("attention", ["fused", "unfused"])
-def test_a_layer_of_transformer_engines_modules_keeps_what_the_formula_says(attention, tempo):
-    """34 sbh of stock, 20.6 and 20.1 of Tempo: with it no module is left whose attention could be stock."""
-    run = Run(model=make_shape(**GPT2), tempo=tempo, stock="transformer_engine")
-    found = measure_run(dataclasses.replace(run, stock_attention=attention))
-    layer = LayerShape(
-        seq_length=1024, micro_batch_size=1, hidden_size=768, ffn_hidden_size=3072, num_attention_heads=12,
-        num_query_groups=12, kv_channels=64, hidden_dropout=0.1, attention_dropout=0.1,
-    )  # fmt: skip
-    expected = count_layer_bytes(layer, found.choices.config, stock="transformer_engine", stock_attention=attention)
-    assert found.layer_bytes == expected
-    assert (found.scores_bytes > 0) == (tempo.is_off and attention == "unfused")
+    # Of both: 16-bit qkv and context, and a logsumexp per head.
+    of_both = 2 * s * h * (3 + 1) + 4 * s * heads
+    # 16-bit y of two norms and gelu's output; a bit per gelu element; rstd twice; gamma and beta of two norms.
+    in_place = s * (2 * h * (1 + 1 + 4) + 4 * h // 8 + 2 * 4) + 2 * 2 * 4 * h
+    assert ledger(SMALL, TempoConfig()).layer_bytes == of_both + in_place
+    # 16-bit x of two norms and gelu's input; mean and rstd of two norms.
+    assert ledger(SMALL, RECOMPUTE).layer_bytes == of_both + 2 * s * h * (2 + 4) + 2 * 2 * 4 * s
 
 
 def test_a_ledger_of_experts_and_latent_attention_is_of_a_run_that_exists():
@@ -120,10 +98,6 @@ def test_the_title_says_whose_modules_stock_has_and_the_models_own_dropout(tmp_p
     assert any("(s*s)" in line for line in lines) == (stock != "transformer_engine")
     # Only stock's addition with dropout keeps a mask.
     assert any(line.startswith("mlp_bda") for line in lines) == (dropout > 0)
-
-
-def test_many_bytes_are_gib():
-    assert [format_size(size) for size in (10**9 - 1, 10**9, 2**40)] == ["999,999,999", "0.93 GiB", "1,024.00 GiB"]
 
 
 def test_the_command_prints_one_table_writes_the_same_figures_and_draws_them(tmp_path, capsys):

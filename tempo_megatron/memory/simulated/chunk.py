@@ -60,7 +60,9 @@ from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.megatron_versions import find_version, is_since
 
 
-def simulate_chunk(run: Run, layers: range, *, has_gradients: bool = False, **ends_given: bool) -> ChunkMemory:
+def simulate_chunk(
+    run: Run, layers: range, *, has_gradients: bool = False, longest_row: int | None = None, **ends_given: bool
+) -> ChunkMemory:
     """Run one micro batch of a chunk forward and backward.
 
     Args:
@@ -68,6 +70,7 @@ def simulate_chunk(run: Run, layers: range, *, has_gradients: bool = False, **en
         layers: the chunk's, counted from 0 over the whole model; of a T5 those of the encoder, and as many of the
             decoder. A chunk with the embedding or the loss head alone has none.
         has_gradients: whether the gradients' memory is there before the micro batch; else backward makes it.
+        longest_row: of how many layers alike all run; None is 3, or any number where three do not show what all do.
         ends_given: any of `pre_process` and `post_process`, whether the chunk has the embedding, and the loss head,
             both of which it has else; and of `predicts`, whether it has the run's multi-token prediction, which the
             chunk with the loss head has else.
@@ -75,7 +78,9 @@ def simulate_chunk(run: Run, layers: range, *, has_gradients: bool = False, **en
     Raises ValueError where torch.distributed is already initialised, and for values that the model cannot have.
     """
     arguments = _cut(run, layers), _find_ends(run, layers, **ends_given), has_gradients
-    found = _run_chunk(*arguments) or _run_chunk(*arguments, longest_row=max(1, len(layers)))
+    found = _run_chunk(*arguments, longest_row or 3)
+    if found is None and longest_row is None:
+        found = _run_chunk(*arguments, max(1, len(layers)))
     assert found is not None
     return found
 
@@ -119,7 +124,7 @@ def _find_ends(
 
 
 @functools.lru_cache(maxsize=256)
-def _run_chunk(run: Run, ends: Ends, has_gradients: bool, longest_row: int = 3) -> ChunkMemory | None:
+def _run_chunk(run: Run, ends: Ends, has_gradients: bool, longest_row: int) -> ChunkMemory | None:
     """What a chunk's micro batch does; None where the layers that run do not show what all do."""
     with _simulate(run):
         return _Chunk(run, ends, has_gradients, longest_row).measure()
