@@ -43,7 +43,7 @@ def _of_memory(module: str, help: str, description: str) -> Command:
     return Command(module=module, help=help, description=description, needs="megatron", arguments=arguments)
 
 
-_COMMANDS = {
+COMMANDS = {
     "ledger": _of_memory(
         "tempo_megatron.memory.commands.ledger",
         "measure every tensor that a GPT keeps for backward, stock beside Tempo",
@@ -172,7 +172,7 @@ def _run(argv: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in _COMMANDS.items():
+    for name, command in COMMANDS.items():
         of_command = parsers.add_parser(
             name, help=command.help, description=command.description, add_help=bool(command.description)
         )
@@ -189,7 +189,7 @@ def _run(argv: list[str]) -> int:
         argv, words = argv[:place], argv[place + 1 :]
     args = parser.parse_args(argv)
     args.words = words
-    command = _COMMANDS[args.command]
+    command = COMMANDS[args.command]
     if command.needs:
         check_installed("it", command.needs, "megatron.core")
     if command.arguments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import subprocess
@@ -12,7 +13,6 @@ import pytest
 import torch
 
 import tempo_megatron
-from tempo_megatron import cli
 from tempo_megatron.cli import main
 from tempo_megatron.cluster import installation as doctor
 from tempo_megatron.training import banner
@@ -65,10 +65,10 @@ def test_a_reader_that_left_is_no_error() -> None:
 
 
 def test_ctrl_c_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt(argv: list[str]) -> int:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_run", interrupt)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", interrupt)
     assert main(["order", "--model", "x"]) == 130
     assert capsys.readouterr().err == "tempo-megatron order: stopped before it was done\n"
 

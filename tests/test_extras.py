@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tempo_megatron.cli import _COMMANDS
+from tempo_megatron import cli
 
 ROOT = Path(__file__).parent.parent
 # The extra "train" brings them, the extra "megatron" does not.
@@ -124,7 +124,7 @@ def test_a_command_that_lacks_a_package_says_so_without_a_traceback(outcomes: li
 
 @pytest.mark.slow
 def test_commands_that_need_megatron_only_start_without_what_data_preparation_needs() -> None:
-    modules = [command.module for command in _COMMANDS.values() if command.needs == "megatron"]
+    modules = [command.module for command in cli.COMMANDS.values() if command.needs == "megatron"]
     assert "tempo_megatron.memory.commands.plan" in modules and len(modules) > 4
     hide = f"import sys; sys.modules |= dict.fromkeys({NOT_MEGATRONS}); import importlib; "
     code = f"{hide}[importlib.import_module(name) for name in {modules}]"

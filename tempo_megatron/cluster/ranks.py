@@ -6,8 +6,10 @@ import os
 import re
 import socket
 from collections.abc import MutableMapping, Sequence
+from typing import Any
 
-from tempo_megatron.cluster.host import count_gpus, find_interface, is_loopback, list_addresses, resolve
+from tempo_megatron.cluster import host as this_host
+from tempo_megatron.cluster.host import is_loopback
 
 DEFAULT_MASTER_PORT = 29500
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -21,18 +23,18 @@ _MPI_NAMES = (
 _SLURM_FIRST_SPECIAL_STEP = 4294967280
 
 
-def set_rank_environment(environ: MutableMapping[str, str] | None = None) -> str:
+def set_rank_environment(environ: MutableMapping[str, str] | None = None, host: Any = this_host) -> str:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; returns the launcher's name.
 
     Variables that a launcher has set stay. Without a launcher the process is rank 0 of 1. On several hosts
-    GLOO_SOCKET_IFNAME, unless it is set, becomes the interface by which this host reaches rank 0.
+    GLOO_SOCKET_IFNAME, unless it is set, becomes the interface by which this host reaches rank 0: `host` has its facts.
 
     Raises ValueError if a launcher was found, but not its ranks, rank 0's address or the interface.
     """
     environ = os.environ if environ is None else environ
     launcher = _set_ranks(environ)
     if int(environ["LOCAL_WORLD_SIZE"]) < int(environ["WORLD_SIZE"]):
-        _set_interface(environ)
+        _set_interface(environ, host)
     return launcher
 
 
@@ -50,10 +52,10 @@ def _set_ranks(environ: MutableMapping[str, str]) -> str:
     return "none"
 
 
-def _set_interface(environ: MutableMapping[str, str]) -> None:
+def _set_interface(environ: MutableMapping[str, str], host: Any) -> None:
     """Tells Gloo the interface to rank 0. By default it takes the one of the host's own name, which may be loopback."""
     name = environ["MASTER_ADDR"]
-    addresses = resolve(name)
+    addresses = host.resolve(name)
     outer = [address for address in addresses if not is_loopback(address)]
     if addresses and not outer and int(environ["RANK"]) >= int(environ["LOCAL_WORLD_SIZE"]):
         raise ValueError(
@@ -62,13 +64,13 @@ def _set_interface(environ: MutableMapping[str, str]) -> None:
         )
     if environ.get("GLOO_SOCKET_IFNAME"):
         return
-    if interface := next(filter(None, map(find_interface, outer)), None):
+    if interface := next(filter(None, map(host.find_interface, outer)), None):
         environ["GLOO_SOCKET_IFNAME"] = interface
         return
-    own = sorted({interface for interface, address in list_addresses() if not is_loopback(address)})
+    own = sorted({interface for interface, address in host.list_addresses() if not is_loopback(address)})
     if len(own) == 1:
         environ["GLOO_SOCKET_IFNAME"] = own[0]
-    elif not count_gpus():  # NCCL finds interfaces of its own
+    elif not host.count_gpus():  # NCCL finds interfaces of its own
         raise ValueError(
             f"by which network interface {socket.gethostname()} reaches the other hosts cannot be told from "
             f"MASTER_ADDR {name} ({', '.join(addresses) or 'unknown here'}); expected GLOO_SOCKET_IFNAME, one of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+from collections.abc import Mapping
 
 from tempo_megatron.extras import check_installed
 
@@ -62,10 +63,10 @@ def find_misfits() -> list[str]:
     return found
 
 
-def find_broken_imports() -> list[str]:
+def find_broken_imports(built: Mapping[str, str] = _BUILT) -> list[str]:
     """Lists a sentence for each package that is installed but cannot be imported, tried in a separate Python."""
     found = []
-    for name, module in _BUILT.items():
+    for name, module in built.items():
         if find_version(name) is None:
             continue
         command = [sys.executable, "-c", f"import {module}"]

@@ -44,7 +44,7 @@ _REFUSED = {
 
 _HEAD_BYTES = 8192  # like git: a NUL byte in the first 8 KiB makes a file binary
 _FILES_PER_PIECE = 256
-_SMALLEST_PIECE, _LARGEST_PIECE = 1 << 20, 8 << 20
+SMALLEST_PIECE, _LARGEST_PIECE = 1 << 20, 8 << 20
 
 # A text may be cut before a space or newline that does not follow white space (Unicode's, in UTF-8). A pretoken ends
 # there, so the parts have the tokens of the whole. JSON lines are cut after the newline.
@@ -198,9 +198,9 @@ def take_first_bytes(files: list[Part], max_bytes: int, left_out: LeftOut) -> li
     return taken
 
 
-def cut_pieces(files: list[Part], *, cuts_texts: bool = True) -> list[Piece]:
+def cut_pieces(files: list[Part], *, cuts_texts: bool = True, smallest: int = SMALLEST_PIECE) -> list[Piece]:
     """Cuts and groups the files, in order, into pieces of 1 to 8 MiB, larger of more data. A table is one piece."""
-    piece_bytes = min(_LARGEST_PIECE, max(_SMALLEST_PIECE, sum(file.end for file in files) >> 12))
+    piece_bytes = min(_LARGEST_PIECE, max(smallest, sum(file.end for file in files) >> 12))
     pieces: list[Piece] = []
     num_bytes = piece_bytes  # of the last piece
     for file in files:

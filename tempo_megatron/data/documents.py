@@ -21,7 +21,6 @@ from tempo_megatron.data.corpus import LeftOut, Part, Piece, format_path
 from tempo_megatron.data.sentences import LONGEST_SENTENCE, split_sentences
 from tempo_megatron.data.tokenizer import TextTokenizer
 
-_BYTES_OF_ROWS = 1 << 20
 _ROWS_AT_ONCE = 1024
 
 
@@ -250,7 +249,7 @@ def encode(
 
 
 def _read_batches(pieces: Iterable[Piece], options: Namespace, left_out: LeftOut) -> Iterator[tuple[list[Text], int]]:
-    """Yields the texts of each piece with their bytes in the file, of a table about a MiB of text at a time."""
+    """Yields the texts of each piece with their bytes in the file, of a table some rows at a time."""
     for piece in pieces:
         texts: list[Text] = []
         num_bytes = 0 if piece[0].is_table else sum(part.end - part.start for part in piece)
@@ -258,7 +257,7 @@ def _read_batches(pieces: Iterable[Piece], options: Namespace, left_out: LeftOut
             texts.append(text)
             if piece[0].is_table:
                 num_bytes += len(text.text.encode("utf-8"))
-                if num_bytes >= _BYTES_OF_ROWS:
+                if num_bytes >= options.row_bytes:
                     yield texts, num_bytes
                     texts, num_bytes = [], 0
         yield texts, num_bytes

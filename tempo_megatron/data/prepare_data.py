@@ -37,13 +37,17 @@ from tempo_megatron.data.tokenizer_types import GPT2_BPE, HUGGING_FACE, MASKED_T
 
 DESCRIPTION = "Tokenizes text, JSON-lines and directory trees into a data set of Megatron's format."
 _TRAIN_BYTES = 32_000_000
-_SECONDS_BETWEEN_LINES = 5.0
+# Of a worker's piece at least, and of a table's rows that it gets at once; between two lines of progress in a log.
+_SIZES = {"piece_bytes": corpus.SMALLEST_PIECE, "row_bytes": 1 << 20, "line_seconds": 5.0}
 _LINE = "{desc}: {n_fmt}B of {total_fmt}B, {rate_fmt}, {elapsed} so far, {remaining} left"
 
 
-def main(argv: list[str] | None = None, prog: str = "prepare_data") -> int:
-    """Runs the command line under the name `prog`; returns 0, or 1 after an error of one sentence on stderr."""
-    options = _parse_arguments(argv, prog)
+def main(argv: list[str] | None = None, prog: str = "prepare_data", **sizes: Any) -> int:
+    """Runs the command line under the name `prog`; returns 0, or 1 after an error of one sentence on stderr.
+
+    `sizes` are others than those of _SIZES.
+    """
+    options = _parse_arguments(argv, Namespace(prog=prog, **{**_SIZES, **sizes}))
     status = 1
     try:
         prepare(options)
@@ -86,7 +90,7 @@ def prepare(options: Namespace) -> None:
         warnings.simplefilter("ignore")
         from megatron.core.datasets import indexed_dataset  # which takes seconds
 
-    pieces = corpus.cut_pieces(files, cuts_texts=kind.cuts_texts)
+    pieces = corpus.cut_pieces(files, cuts_texts=kind.cuts_texts, smallest=options.piece_bytes)
     total_bytes = None if any(file.is_table for file in files) else sum(file.end for file in files)
     suffixes = (".json", *kind.suffixes, ".bin", ".idx")
     with (
@@ -98,7 +102,7 @@ def prepare(options: Namespace) -> None:
         for path, suffix in zip(tokenizer.files, kind.suffixes, strict=True):
             shutil.copyfile(path, locate(suffix))
         dtype = indexed_dataset.DType.optimal_dtype(tokenizer.vocab_size)
-        with show_progress(options.prog, "tokenizing", total_bytes) as bar:
+        with show_progress(options, "tokenizing", total_bytes) as bar:
             builder = indexed_dataset.IndexedDatasetBuilder(locate(".bin"), dtype=dtype)
             written = _write(builder, locate(".idx"), encode(pieces, options, tokenizer, left_out), bar, left_out)
         vocab_file, merge_file = [*(os.path.basename(prefix) + suffix for suffix in kind.suffixes), ""][:2]
@@ -163,7 +167,7 @@ def _is_current(prefix: str, fingerprint: str) -> bool:
 def _train_tokenizer(options: Namespace, pieces: list[corpus.Piece], folder: str) -> Any:
     chosen = corpus.sample_pieces(pieces, options.train_bytes)
     total = min(sum(part.end - part.start for piece in chosen for part in piece), options.train_bytes)
-    with show_progress(options.prog, "training the vocabulary", total or None) as bar:
+    with show_progress(options, "training the vocabulary", total or None) as bar:
 
         def read() -> Iterator[str]:
             budget = options.train_bytes
@@ -230,21 +234,21 @@ def _report(options: Namespace, sidecar: Sidecar, left_out: corpus.LeftOut, seco
 
 
 @contextmanager
-def show_progress(prog: str, what: str, total_bytes: int | None) -> Iterator[tqdm[Any]]:
+def show_progress(options: Namespace, what: str, total_bytes: int | None) -> Iterator[tqdm[Any]]:
     """Shows a bar on a terminal, else a line every few seconds, by a thread: one call may take minutes."""
     is_on_terminal = sys.stderr.isatty()
     bar = tqdm(
         total=total_bytes,
         unit="B",
         unit_scale=True,
-        desc=what if is_on_terminal else f"{prog}: {what}",
+        desc=what if is_on_terminal else f"{options.prog}: {what}",
         bar_format=None if is_on_terminal else _LINE,
         file=sys.stderr if is_on_terminal else io.StringIO(),
     )
     ended = threading.Event()
 
     def report() -> None:
-        while not ended.wait(0.2 if is_on_terminal else _SECONDS_BETWEEN_LINES):
+        while not ended.wait(0.2 if is_on_terminal else options.line_seconds):
             if is_on_terminal:
                 bar.refresh()
             else:
@@ -264,13 +268,12 @@ def _advance(bar: tqdm[Any], num_bytes: int) -> None:
     bar.n = bar.n + num_bytes if bar.total is None else min(bar.n + num_bytes, bar.total)
 
 
-def _parse_arguments(argv: list[str] | None, prog: str) -> Namespace:
+def _parse_arguments(argv: list[str] | None, options: Namespace) -> Namespace:
     """Parses, checks and completes the command line; an error ends the process with status 2."""
-    parser = _build_parser(prog)
-    options = parser.parse_args(argv)
+    parser = _build_parser(options.prog)
+    parser.parse_args(argv, options)
     _take_tokenizer_model(parser, options)
     _check(parser, options)
-    options.prog = prog
     options.text_key = "text" if options.json_key is None else options.json_key
     options.train_bytes = options.train_bytes or _TRAIN_BYTES
     if options.vocab_size is None:

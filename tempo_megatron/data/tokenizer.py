@@ -245,20 +245,20 @@ _RUNS = re.compile(
 _UNBROKEN = re.compile(r"[\S\x1c-\x1f]+|\s+")
 
 
-def cut_long_runs(text: str) -> Iterator[str]:
-    """Yields the parts of `text`, in order. A run is cut after every LONGEST_RUN characters.
+def cut_long_runs(text: str, longest: int = LONGEST_RUN) -> Iterator[str]:
+    """Yields the parts of `text`, in order. A run is cut after every `longest` characters.
 
     No run goes from other signs into white space, so a text that is divided there (see corpus.py) has the same parts.
     """
     start = 0
-    for run in _RUNS.finditer(text) if _may_have_long_run(text) else ():
-        for cut in range(run.start() + LONGEST_RUN, run.end(), LONGEST_RUN):
+    for run in _RUNS.finditer(text) if _may_have_long_run(text, longest) else ():
+        for cut in range(run.start() + longest, run.end(), longest):
             yield text[start:cut]
             start = cut
     yield text[start:]
 
 
-def _may_have_long_run(text: str) -> bool:
+def _may_have_long_run(text: str, longest: int) -> bool:
     """Tests quickly whether a long run is possible: it would fill one of the windows of half its length."""
-    step = LONGEST_RUN // 2
-    return len(text) > LONGEST_RUN and any(_UNBROKEN.fullmatch(text, at, at + step) for at in range(0, len(text), step))
+    step = longest // 2
+    return len(text) > longest and any(_UNBROKEN.fullmatch(text, at, at + step) for at in range(0, len(text), step))

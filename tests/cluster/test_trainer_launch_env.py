@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
-from tempo_megatron.cluster import ranks as launch_env
 from tempo_megatron.cluster.ranks import find_first_host, set_rank_environment
 
 ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -76,30 +75,29 @@ def test_slurm_first_node_is_rank_0s(text: str, host: str) -> None:
 LO, ETH, IB = ("lo", "127.0.0.1"), ("eth0", "10.0.0.7"), ("ib0", "10.1.0.7")
 
 
-@pytest.fixture
-def find_interface(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
+def find_interface(
+    interfaces: list[tuple[str, str]], address: str, rank: int, gpus: int = 0, **more: str
+) -> str | None:
     """Which interface a rank of node0's two, or of the other host's, is told."""
-
-    def find(interfaces: list[tuple[str, str]], address: str, rank: int, gpus: int = 0, **more: str) -> str | None:
-        monkeypatch.setattr(launch_env, "list_addresses", lambda: [LO, *interfaces])
-        monkeypatch.setattr(launch_env, "resolve", lambda name: {"node0": [address]}[name])
-        monkeypatch.setattr(launch_env, "find_interface", {"10.1.0.1": "ib0"}.get)
-        monkeypatch.setattr(launch_env, "count_gpus", lambda: gpus)
-        shared = {"WORLD_SIZE": "4", "LOCAL_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "1", "CROSS_RANK": "0"}
-        environ = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), **more}
-        set_rank_environment(environ)
-        return environ.get("GLOO_SOCKET_IFNAME")
-
-    return find
+    host = SimpleNamespace(
+        list_addresses=lambda: [LO, *interfaces],
+        resolve={"node0": [address]}.__getitem__,
+        find_interface={"10.1.0.1": "ib0"}.get,
+        count_gpus=lambda: gpus,
+    )
+    shared = {"WORLD_SIZE": "4", "LOCAL_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "1", "CROSS_RANK": "0"}
+    environ = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), **more}
+    set_rank_environment(environ, host)
+    return environ.get("GLOO_SOCKET_IFNAME")
 
 
-def test_the_interface_is_that_of_the_route_to_rank_0(find_interface: Callable[..., str | None]) -> None:
+def test_the_interface_is_that_of_the_route_to_rank_0() -> None:
     assert find_interface([ETH, IB], "10.1.0.1", rank=2) == "ib0"
     assert find_interface([ETH, IB], "10.1.0.1", rank=2, GLOO_SOCKET_IFNAME="eth0") == "eth0"  # what somebody set stays
     assert find_interface([ETH, IB], "10.1.0.1", rank=0, WORLD_SIZE="2") is None  # one host
 
 
-def test_a_name_that_is_loopback_on_rank_0s_own_host_does_no_harm(find_interface: Callable[..., str | None]) -> None:
+def test_a_name_that_is_loopback_on_rank_0s_own_host_does_no_harm() -> None:
     assert find_interface([ETH], "127.0.1.1", rank=1) == "eth0"
     with pytest.raises(ValueError, match="expected GLOO_SOCKET_IFNAME, one of eth0, ib0; set it, for DeepSpeed in"):
         find_interface([ETH, IB], "127.0.1.1", rank=1)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tempo_megatron.cluster import versions
 from tempo_megatron.cluster.versions import PACKAGES, find_broken_imports, find_misfits
 
 ROOT = Path(__file__).parents[2]
@@ -56,12 +55,12 @@ def test_what_one_package_needs_of_another_is_compared(packages: Path) -> None:
 
 
 def test_a_build_that_cannot_be_imported_is_said(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "_BUILT", {"apex": "apex"})
-    assert find_broken_imports() == []
+    built = {"apex": "apex"}
+    assert find_broken_imports(built) == []
     install(packages, "apex", "0.1")
     (packages / "apex.py").write_text('raise ImportError("libcudart.so.11.0: cannot open shared object file")\n')
     monkeypatch.setenv("PYTHONPATH", str(packages))
-    (sentence,) = find_broken_imports()
+    (sentence,) = find_broken_imports(built)
     assert sentence == (
         "apex is installed, and `import apex` fails (ImportError: libcudart.so.11.0: cannot open shared object file); "
         "install one built for this torch and CUDA, or remove it"

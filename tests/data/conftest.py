@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tempo_megatron.data import corpus
 from tempo_megatron.data.prepare_data import main
 
 
@@ -14,8 +12,8 @@ from tempo_megatron.data.prepare_data import main
 def fail(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs prepare_data, checks that it ends with one sentence, with `message` in it, and returns that."""
 
-    def run(message: str, *command: str) -> str:
-        assert main(list(command)) == 1
+    def run(message: str, *command: str, **sizes: int) -> str:
+        assert main(list(command), **sizes) == 1
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1 and error.startswith("prepare_data: ")
@@ -28,17 +26,11 @@ def fail(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 def refuse(tmp_path: Path, fail: Callable[..., str]) -> Callable[..., None]:
     """Does so, and checks that no file with the prefix `out` is left."""
 
-    def run(message: str, *arguments: object) -> None:
+    def run(message: str, *arguments: object, **sizes: int) -> None:
         command = [str(argument) for argument in arguments]
         if "--output-prefix" not in command:
             command += ["--output-prefix", str(tmp_path / "out")]
-        fail(message, *command, "--workers", "1")
+        fail(message, *command, "--workers", "1", **sizes)
         assert not list(tmp_path.glob("out*"))
 
     return run
-
-
-@pytest.fixture
-def set_piece_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Sets how many bytes a worker gets at once, at least."""
-    return functools.partial(monkeypatch.setattr, corpus, "_SMALLEST_PIECE")

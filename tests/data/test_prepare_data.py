@@ -47,8 +47,8 @@ def to_lines(texts: Sequence[str], key: str = "text") -> bytes:
     return "".join(json.dumps({"id": 1, key: text}) + "\n" for text in texts).encode()
 
 
-def cut(*paths: Path) -> list[corpus.Piece]:
-    return corpus.cut_pieces(corpus.list_files(map(str, paths), (), "", corpus.LeftOut()))
+def cut(*paths: Path, smallest: int) -> list[corpus.Piece]:
+    return corpus.cut_pieces(corpus.list_files(map(str, paths), (), "", corpus.LeftOut()), smallest=smallest)
 
 
 def test_text_files_round_trip_through_megatrons_reader(tmp_path: Path) -> None:
@@ -130,28 +130,24 @@ def test_links_are_not_followed_out_of_a_tree(tmp_path: Path, capsys: pytest.Cap
     assert read_documents(tmp_path / "out") == ["inside", "inside", "secret"]
 
 
-def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, set_piece_bytes: Callable[[int], None]) -> None:
-    set_piece_bytes(4000)
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
     text, lines = random_text(1, 6000), [random_text(seed, 30) for seed in range(100)]
     paths = write(tmp_path, {"long.txt": text, "lines.jsonl": to_lines(lines)})
-    assert len(cut(*paths)) > 10
-    prepare(tmp_path / "one", "--input", *paths)
-    prepare(tmp_path / "two", "--input", *paths, "--workers", 2)
+    assert len(cut(*paths, smallest=4000)) > 10
+    prepare(tmp_path / "one", "--input", *paths, piece_bytes=4000)
+    prepare(tmp_path / "two", "--input", *paths, "--workers", 2, piece_bytes=4000)
     assert content(tmp_path / "one") == content(tmp_path / "two")
     description = (tmp_path / "one.json").read_text().replace('"one-', '"two-')
     assert description == (tmp_path / "two.json").read_text()
     assert read_documents(tmp_path / "one") == [text, *lines]
 
 
-def test_a_large_document_in_parts_has_the_tokens_of_the_whole(
-    tmp_path: Path, set_piece_bytes: Callable[[int], None]
-) -> None:
+def test_a_large_document_in_parts_has_the_tokens_of_the_whole(tmp_path: Path) -> None:
     text = random_text(2, 2000) + "\u3000 \u2003\n\xa0\n\x85 x \r\n" * 200 + "漢" * 3000
     (path,) = write(tmp_path, {"text.txt": text})
     prepare(tmp_path / "whole", "--input", path)
-    set_piece_bytes(50)
     vocabulary = ("--vocab-file", tmp_path / "whole-vocab.json", "--merge-file", tmp_path / "whole-merges.txt")
-    prepare(tmp_path / "parts", "--input", path, *vocabulary)
+    prepare(tmp_path / "parts", "--input", path, *vocabulary, piece_bytes=50)
     assert (tmp_path / "parts.bin").read_bytes() == (tmp_path / "whole.bin").read_bytes()
     sidecar = describe(tmp_path / "parts")
     assert sidecar.documents == 1 and sidecar.sequences > 100
@@ -189,9 +185,8 @@ def test_a_vocabulary_beyond_16_bits_is_written_in_32(tmp_path: Path) -> None:
     assert read_documents(tmp_path / "large") == ["abc"]
 
 
-def test_the_training_sample_is_bounded_and_spread(tmp_path: Path, set_piece_bytes: Callable[[int], None]) -> None:
-    set_piece_bytes(1000)
-    pieces = cut(*write(tmp_path, {"a.txt": random_text(3, 10_000)}))
+def test_the_training_sample_is_bounded_and_spread(tmp_path: Path) -> None:
+    pieces = cut(*write(tmp_path, {"a.txt": random_text(3, 10_000)}), smallest=1000)
     starts = [piece[0].start for piece in corpus.sample_pieces(pieces, 20_000)]
     total = pieces[-1][-1].end
     assert 10 <= len(starts) <= 20
@@ -228,17 +223,12 @@ def test_skip_existing_keeps_what_was_made_from_the_same_and_nothing_else(
 
 @pytest.mark.parametrize("piece_bytes", [1 << 20, 20])
 def test_bad_json_lines_are_left_out_and_counted(
-    piece_bytes: int,
-    refuse: Refuse,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    set_piece_bytes: Callable[[int], None],
+    piece_bytes: int, refuse: Refuse, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    set_piece_bytes(piece_bytes)
     good = to_lines(GOOD)
     (path,) = write(tmp_path, {"lines.jsonl": good + b"\n".join(BAD_LINES) + b"\n" + good})
-    refuse("or leave out such lines with --skip-bad-lines", "--input", path)
-    prepare(tmp_path / "out", "--input", path, "--skip-bad-lines")
+    refuse("or leave out such lines with --skip-bad-lines", "--input", path, piece_bytes=piece_bytes)
+    prepare(tmp_path / "out", "--input", path, "--skip-bad-lines", piece_bytes=piece_bytes)
     assert read_documents(tmp_path / "out") == [*GOOD, *GOOD]
     assert f"6 bad lines (the first: {path} at offset {len(good)})" in capsys.readouterr().out
     assert describe(tmp_path / "out").left_out == {"bad lines": 6}
@@ -256,12 +246,11 @@ def test_a_bad_byte_late_in_a_text_costs_its_line(
     assert f"1 bad lines (the first: {path} at offset 8)" in capsys.readouterr().out
 
 
-def test_bad_lines_of_a_text_in_several_pieces(tmp_path: Path, set_piece_bytes: Callable[[int], None]) -> None:
-    set_piece_bytes(10)
+def test_bad_lines_of_a_text_in_several_pieces(tmp_path: Path) -> None:
     lines = [b"good words %d\n" % n for n in range(9)]
     lines[0] = lines[4] = lines[8] = b"\xff\n"
     files = write(tmp_path, {"a.txt": b"".join(lines), "b.txt": "the next document"})
-    prepare(tmp_path / "out", "--input", *files, "--skip-bad-lines")
+    prepare(tmp_path / "out", "--input", *files, "--skip-bad-lines", piece_bytes=10)
     good = b"".join(line for line in lines if line != b"\xff\n").decode()
     assert read_documents(tmp_path / "out") == [good, "the next document"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import bz2
 import json
 import os
@@ -16,7 +17,6 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from tempo_megatron.data import corpus
 from tempo_megatron.data.dataset_files import SUFFIXES, replace_dataset
 from tempo_megatron.data.prepare_data import main
 
@@ -69,10 +69,14 @@ def test_an_unreadable_file_is_refused(refuse: Refuse, tmp_path: Path, monkeypat
     refuse("none.txt: No such file or directory; repair it", "--input", tmp_path / "none.txt")
     secret = file(tmp_path / "secret.txt", "text")
 
-    def deny(path: str, *_: object) -> None:
-        raise PermissionError(13, "Permission denied", path)
+    read = builtins.open
 
-    monkeypatch.setattr(corpus, "open", deny, raising=False)
+    def deny(path: Any, *how: Any, **more: Any) -> Any:
+        if path == str(secret):
+            raise PermissionError(13, "Permission denied", path)
+        return read(path, *how, **more)
+
+    monkeypatch.setattr(builtins, "open", deny)
     refuse("cannot read " + str(secret) + ": Permission denied", "--input", secret)
 
 
@@ -80,25 +84,22 @@ def test_a_file_that_becomes_shorter_is_refused(
     refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = file(tmp_path / "log.txt", "many words")
-    cut = corpus.cut_pieces
+    begin = IndexedDatasetBuilder.__init__
 
-    def truncate(files: list[corpus.Part], **options: Any) -> list[corpus.Piece]:
+    def truncate(builder: IndexedDatasetBuilder, *arguments: Any, **options: Any) -> None:
         path.write_text("few")
-        return cut(files, **options)
+        begin(builder, *arguments, **options)
 
-    monkeypatch.setattr(corpus, "cut_pieces", truncate)
+    monkeypatch.setattr(IndexedDatasetBuilder, "__init__", truncate)
     refuse("log.txt became shorter while it was read", "--input", path)
 
 
-def test_text_that_is_not_utf_8_is_refused(
-    refuse: Refuse, tmp_path: Path, set_piece_bytes: Callable[[int], None]
-) -> None:
+def test_text_that_is_not_utf_8_is_refused(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "tree").mkdir()
     path = file(tmp_path / "tree" / "latin.txt", ("word " * 20 + "café").encode("latin-1"))
     refuse("latin.txt is not UTF-8 (byte 0xe9 at offset 103)", "--input", path)
     # A document too large for one piece was begun before the bad byte is seen: it can no longer be left out.
-    set_piece_bytes(10)
-    refuse("latin.txt is not UTF-8 (byte 0xe9 at offset 103)", "--input", tmp_path / "tree")
+    refuse("latin.txt is not UTF-8 (byte 0xe9 at offset 103)", "--input", tmp_path / "tree", piece_bytes=10)
 
 
 @pytest.mark.parametrize(
@@ -115,19 +116,16 @@ def test_text_that_is_not_utf_8_is_refused(
         (b'{"text": "\\ud83d"}', "has half of a surrogate pair"),
     ],
 )
-def test_a_bad_json_line_is_refused_with_its_number(
-    line: bytes, message: str, refuse: Refuse, tmp_path: Path, set_piece_bytes: Callable[[int], None]
-) -> None:
+def test_a_bad_json_line_is_refused_with_its_number(line: bytes, message: str, refuse: Refuse, tmp_path: Path) -> None:
     path = file(tmp_path / "lines.jsonl", b'{"text": "good"}\n\n' * 5 + line + b"\n")
-    refuse(f"line 11 of {path} {message}", "--input", path)
-    set_piece_bytes(20)  # now the line is in another piece than the first
-    refuse(f"line 11 of {path} {message}", "--input", path)
+    for piece_bytes in (1 << 20, 20):  # of which the line is in another piece than the first
+        refuse(f"line 11 of {path} {message}", "--input", path, piece_bytes=piece_bytes)
 
 
 def test_a_pretty_printed_file_is_refused_before_a_vocabulary_is_trained(
     refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempo_megatron.data.tokenizer.GPT2Tokenizer.train", None)
+    monkeypatch.setattr("tokenizers.trainers.BpeTrainer", None)
     (tmp_path / "tree").mkdir()
     file(tmp_path / "tree" / "a.jsonl", '{"text": "good"}\n' * 100)
     pretty = file(tmp_path / "tree" / "b.json", "\ufeff\n\n" + json.dumps({"text": "good"}, indent=2))

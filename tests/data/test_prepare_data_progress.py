@@ -6,13 +6,15 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from tempo_megatron.cli import main as cli
-from tempo_megatron.data import prepare_data
 from tempo_megatron.data.prepare_data import main, show_progress
+
+OPTIONS = Namespace(prog="prog", line_seconds=5.0)
 
 
 def write_command(folder: Path, text: str) -> list[str]:
@@ -22,11 +24,10 @@ def write_command(folder: Path, text: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_log_gets_lines_while_the_vocabulary_is_trained_and_while_text_is_tokenized(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prepare_data, "_SECONDS_BETWEEN_LINES", 0.005)
     text = "".join(f"word{n} and {n * n} " for n in range(60_000))
-    assert main([*write_command(tmp_path, text), "--vocab-size", "1000"]) == 0
+    assert main([*write_command(tmp_path, text), "--vocab-size", "1000"], line_seconds=0.005) == 0
     rest = r"\d+(\.\d+)?[kM]?B of 1\.44MB, .*B/s, \d\d:\d\d so far, .* left"
     phases = ["training the vocabulary", "training the vocabulary, learning its merges", "tokenizing"]
     lines = capsys.readouterr().err.splitlines()
@@ -35,14 +36,13 @@ def test_a_log_gets_lines_while_the_vocabulary_is_trained_and_while_text_is_toke
 
 
 def test_the_line_tells_rate_and_time_left() -> None:
-    with show_progress("prog", "tokenizing", 200_000_000) as bar:
+    with show_progress(OPTIONS, "tokenizing", 200_000_000) as bar:
         bar.n = 50_000_000
         bar.start_t = bar._time() - 10
         assert str(bar) == "prog: tokenizing: 50.0MB of 200MB, 5.00MB/s, 00:10 so far, 00:30 left"
-    with show_progress("prog", "tokenizing", None) as unknown:
+    with show_progress(OPTIONS, "tokenizing", None) as unknown:
         unknown.n = 7
         assert "7.00B of ?B" in str(unknown)
-    assert prepare_data._SECONDS_BETWEEN_LINES <= 10
 
 
 def test_a_short_run_prints_no_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +52,7 @@ def test_a_short_run_prints_no_progress(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with show_progress("prog", "tokenizing", 1000) as bar:
+    with show_progress(OPTIONS, "tokenizing", 1000) as bar:
         bar.n = 500
         time.sleep(0.5)
         bar.n = 1000
@@ -61,7 +61,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_an_error_ends_the_lines() -> None:
     before = threading.active_count()
-    with pytest.raises(ValueError, match="x"), show_progress("prog", "tokenizing", 10):
+    with pytest.raises(ValueError, match="x"), show_progress(OPTIONS, "tokenizing", 10):
         raise ValueError("x")
     assert threading.active_count() <= before
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -95,14 +94,12 @@ def test_a_sentence_that_megatron_would_pass_over_is_cut(tmp_path: Path) -> None
     assert max(lengths) == LONGEST_SENTENCE and lengths.sum() >= 2 * LONGEST_SENTENCE + 10
 
 
-def test_a_document_that_lies_in_several_pieces_stays_one(
-    tmp_path: Path, set_piece_bytes: Callable[[int], None]
-) -> None:
-    set_piece_bytes(100)
+def test_a_document_that_lies_in_several_pieces_stays_one(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("A sentence here.\n" * 50 + " \n" * 300)
     (tmp_path / "b.txt").write_text("Another one. And two.")
     files = (tmp_path / "a.txt", tmp_path / "b.txt")
-    prepare(tmp_path / "out", "--input", *files, "--tokenizer-type", "BertWordPieceCase", "--split-sentences")
+    kind = ("--tokenizer-type", "BertWordPieceCase")
+    prepare(tmp_path / "out", "--input", *files, *kind, "--split-sentences", piece_bytes=100)
     first, second = read_sentences(tmp_path / "out")
     assert [text for text in first if text] == ["A sentence here."] * 50
     assert second == ["Another one.", "And two."]

@@ -47,10 +47,10 @@ def write(path: Path, texts: list[Any], column: str = "body") -> Path:
     return path
 
 
-def prepare(folder: Path, *paths: object, extra: tuple[str, ...] = (), option: str = "--input") -> int:
+def prepare(folder: Path, *paths: object, extra: tuple[str, ...] = (), option: str = "--input", **sizes: int) -> int:
     output = ["--output-prefix", str(folder / "out"), "--vocab-size", "300", "--overwrite"]
     workers = () if "--workers" in extra else ("--workers", "1")
-    return main([option, *map(str, paths), *output, "--json-key", "body", *workers, *extra])
+    return main([option, *map(str, paths), *output, "--json-key", "body", *workers, *extra], **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +64,9 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.mark.parametrize(
     "name", ["lines.jsonl.gz", "lines.JSONL.zst", "table.parquet", "table.arrow", "table.csv", "TABLE.TSV", "hub"]
 )
-def test_the_data_are_those_of_the_unpacked_file(
-    name: str, tmp_path: Path, wanted: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempo_megatron.data.documents._BYTES_OF_ROWS", 100_000)
+def test_the_data_are_those_of_the_unpacked_file(name: str, tmp_path: Path, wanted: bytes) -> None:
     option = "--input-hub" if name == "hub" else "--input"
-    assert prepare(tmp_path, write(tmp_path / name, TEXTS), option=option) == 0
+    assert prepare(tmp_path, write(tmp_path / name, TEXTS), option=option, row_bytes=100_000) == 0
     assert (tmp_path / "out.bin").read_bytes() + (tmp_path / "out.idx").read_bytes() == wanted
 
 

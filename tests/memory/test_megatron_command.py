@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tempo_megatron.cli import main
-from tempo_megatron.memory.megatron.command import spell_arguments, split_command
+from tempo_megatron.memory.megatron.command import find_in_script, spell_arguments, split_command
 from tempo_megatron.memory.megatron.options import KNOWN_IN_COMMANDS, READ, list_options
 from tempo_megatron.memory.megatron.read_command import read_command
 from tempo_megatron.memory.megatron.read_run import find_unknown
@@ -383,20 +383,13 @@ exec torchrun --nproc_per_node 8 pretrain_gpt.py --save "" ${{MODEL[@]}} 2>&1 | 
         (f"[ -f nowhere.py ] || {{ echo No nowhere.py; exit 1; }}; {_SCRIPT}", "", "(No nowhere.py); give its own"),
         (f"{_SCRIPT}\ntorchrun pretrain_bert.py", "", "starts 2 commands of"),
         (_SCRIPT, "--megatron-yaml tests/conftest.py", "both given"),
-        ("while true; do :; done", "", "does not end within"),
     ],
 )
 def test_a_script_says_its_command_and_is_not_run(
-    script: str,
-    ours: str,
-    expected: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    script: str, ours: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "train it.sh"
     file.write_text(script, encoding="utf-8")
-    monkeypatch.setattr("tempo_megatron.memory.megatron.command._SECONDS", 5)
     words = [*f"estimate --vocab-size 500 {ours} --script".split(), str(file), "--"]
     status = main([*words, "--tensor-model-parallel-size 2"])
     written = capsys.readouterr()
@@ -404,6 +397,9 @@ def test_a_script_says_its_command_and_is_not_run(
     assert status or ("launch/run_megatron.py pretrain_gpt.py" in written.out and ":4096:8" in written.out)
     assert status or "PYTORCH_ALLOC_CONF=expandable_segments:True" in written.out
     assert [path.name for path in tmp_path.iterdir()] == ["train it.sh"]
+    file.write_text("while true; do :; done", encoding="utf-8")
+    with pytest.raises(ValueError, match="does not end within 0.1 s"):
+        find_in_script(str(file), [], None, seconds=0.1)
 
 
 @pytest.mark.parametrize("ours", ["estimate --gpu a100", "plan --gpu b200 --gpu-memory 1GiB"])

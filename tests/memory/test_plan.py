@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable
@@ -14,7 +15,6 @@ from kept_formula import count_layer_bytes, count_stack_bytes, list_layer_rows, 
 from runs import build_run
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.plan import choices as plan_choices
 from tempo_megatron.memory.plan.choices import (
     LayerChoice,
     LayerRows,
@@ -59,9 +59,7 @@ def make_config(values: Values) -> TempoConfig:
     return dataclasses.replace(TempoConfig.off(), **dict(zip(LAYER_OPERATIONS, values, strict=True)))
 
 
-@pytest.fixture(autouse=True)
-def rows_by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_choices, "measure_rows", FormulaRows)
+make_planner = functools.partial(Planner, measure=FormulaRows)
 
 
 def make_shape(**sizes: Any) -> ModelShape:
@@ -114,7 +112,7 @@ def read_recompute(plan: MemoryPlan, layer_in_stage: int) -> frozenset[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_every_plan_fits_its_block_and_words_say_why_and_its_bound_is_below(layout: dict[str, Any]) -> None:
-    planner = Planner(make_request(**layout))
+    planner = make_planner(make_request(**layout))
     run, switches = planner.request.run, list_switches(planner)
     assert {"stock", "Tempo, in place", "Tempo, recompute", "stock + core_attn", "stock + full"} <= set(switches)
     for name, switch in switches.items():
@@ -152,7 +150,7 @@ def test_every_plan_fits_its_block_and_words_say_why_and_its_bound_is_below(layo
 @pytest.mark.parametrize("stages", [1, 3])
 def test_no_choice_of_any_kinds_is_shorter_than_the_bound(stages: int) -> None:
     """Of 3 layers on each stage all choices of all undominated options are tried."""
-    planner = Planner(make_request(3 * stages, pp=stages))
+    planner = make_planner(make_request(3 * stages, pp=stages))
     least, most = planner.make_smallest().peak_bytes, list_switches(planner)["stock"].peak_bytes
     for budget in (least + (most - least) * index // 5 for index in range(1, 5)):
         best = math.inf
@@ -177,7 +175,7 @@ def test_no_choice_of_any_kinds_is_shorter_than_the_bound(stages: int) -> None:
 
 
 def test_an_impossible_budget_says_by_how_much_and_names_the_nearest_plan() -> None:
-    planner = Planner(make_request(12))
+    planner = make_planner(make_request(12))
     smallest = planner.make_smallest()
     with pytest.raises(NothingFitsError, match="a GPU may be filled") as error:
         planner.plan(FIXED)
@@ -234,7 +232,7 @@ def test_no_more_linears_run_again_than_torch_compile_runs_for_the_same_bytes() 
     request = make_request(160, gpu=FREE)
     elements, flops = 2048 * 4096 * 160, count_layer_flops(request.run)
     linears = flops._replace(core_attention=0)
-    planner = Planner(request, tolerance=0.0)
+    planner = make_planner(request, tolerance=0.0)
     for sbh, compiled in COMPILED.items():
         shares = []
         for made_again in (8.03, 2.03):
@@ -246,7 +244,7 @@ def test_no_more_linears_run_again_than_torch_compile_runs_for_the_same_bytes() 
 
 
 def test_plenty_of_memory_leaves_stock_but_what_costs_nothing() -> None:
-    plan = Planner(make_request()).plan(10**15)
+    plan = make_planner(make_request()).plan(10**15)
     operations = (*(field for field in plan.block if field != "loss"), "loss")
     assert plan.block == {**dict.fromkeys(operations, "off"), "dropout": "recompute"}
     assert plan.megatron_arguments == () and plan.stages[0].added_seconds == plan.gap_seconds == 0

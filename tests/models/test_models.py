@@ -180,14 +180,16 @@ def test_what_an_older_description_does_not_say_is_as_in_gpt2() -> None:
 
 def test_on_a_cpu_a_window_hides_what_megatrons_mask_hides() -> None:
     import torch
+    from megatron.core.fusions import fused_softmax
 
-    from tempo_megatron.cpu import _make_window_mask
+    from tempo_megatron.cpu import use_cpu
 
+    use_cpu()
     for sq, skv, left, right in ((5, 5, 2, 0), (3, 7, 1, 0), (6, 6, 0, 2), (4, 4, 9, 0)):
         # As megatron.core.transformer.utils.get_sliding_window_causal_mask, which needs a CUDA device.
         everything = torch.ones(sq, skv, dtype=torch.bool)
         seen = torch.tril(torch.triu(everything, diagonal=skv - sq - left), diagonal=skv - sq + right)
-        assert torch.equal(_make_window_mask(sq, skv, (left, right)), ~seen)
+        assert torch.equal(fused_softmax.get_sliding_window_causal_mask(sq, skv, (left, right)), ~seen)
 
 
 def test_vocabularies_are_padded_for_tensor_parallelism() -> None:

@@ -11,9 +11,9 @@ from tempo_megatron.data.dataset_files import load_dataset_tokenizer
 from tempo_megatron.data.prepare_data import main
 
 
-def prepare(prefix: Path, *arguments: object) -> None:
+def prepare(prefix: Path, *arguments: object, **sizes: int) -> None:
     command = [*map(str, arguments), "--output-prefix", str(prefix), "--workers", "1"]
-    assert main(command if "--vocab-file" in command else [*command, "--vocab-size", "300"]) == 0
+    assert main(command if "--vocab-file" in command else [*command, "--vocab-size", "300"], **sizes) == 0
 
 
 def read_documents(prefix: Path) -> list[str]:

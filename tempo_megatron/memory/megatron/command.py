@@ -42,7 +42,6 @@ ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 SETTINGS = (WORKSPACE, *ALLOCATORS)
 """What may stand before a command, of what its environment sets."""
 
-_SECONDS = 20
 # In one line, so that bash counts lines as the script does. A command of Python is noted as how many words it has, then
 # the words, each with a NUL behind it, in one write: the programs of a pipeline run at once.
 _PRELUDE = (
@@ -134,7 +133,7 @@ def _read_as_shell(name: str, text: str) -> list[str]:
         raise ValueError(f"{name} of the test case is {text}, whose last quote does not end; correct it") from None
 
 
-def find_in_script(file: str, words: Sequence[str], world_size: int | None) -> Command:
+def find_in_script(file: str, words: Sequence[str], world_size: int | None, seconds: float = 20) -> Command:
     """The one command of a shell script that trains.
 
     Args:
@@ -142,10 +141,11 @@ def find_in_script(file: str, words: Sequence[str], world_size: int | None) -> C
         words: its own arguments.
         world_size: GPUs of the whole run, in place of what the script's launcher says of its nodes, which is mostly a
             place to fill in; None keeps that.
+        seconds: in which the script ends.
 
     Raises ValueError where there is no command, or several that differ.
     """
-    started = _read_script(file, words)
+    started = _read_script(file, words, seconds)
     training = {tuple(each) for each in started if any(_SCRIPT.fullmatch(word) for word in each)}
     if len(training) != 1:
         raise ValueError(
@@ -159,7 +159,7 @@ def find_in_script(file: str, words: Sequence[str], world_size: int | None) -> C
     return dataclasses.replace(command, launcher=(*settings, "python"), world_size=None)
 
 
-def _read_script(file: str, words: Sequence[str]) -> list[list[str]]:
+def _read_script(file: str, words: Sequence[str], seconds: float) -> list[list[str]]:
     """The words of each command that runs a file of Python in a script.
 
     Scripts such as Megatron-LM's examples/gpt3/train_gpt3_175b_distributed.sh put a command together in arrays and
@@ -183,11 +183,11 @@ def _read_script(file: str, words: Sequence[str]) -> list[list[str]]:
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 pass_fds=[found.fileno()],
-                timeout=_SECONDS,
+                timeout=seconds,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise ValueError(f"--script {file} does not end within {_SECONDS} s; give the command behind --") from None
+            raise ValueError(f"--script {file} does not end within {seconds} s; give the command behind --") from None
         found.seek(0)
         noted = found.read().decode(errors="surrogateescape")
     complaints = done.stderr.decode(errors="replace").splitlines()

@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tempo_kernels.offload import MIN_BYTES
@@ -227,9 +227,9 @@ def replace_value(values: Values, operation: str, value: str) -> Values:
 class LayerOptions:
     """Measures and prices the ways to run a layer of a run on a GPU, for one micro batch."""
 
-    def __init__(self, run: Run, gpu: Gpu) -> None:
+    def __init__(self, run: Run, gpu: Gpu, measure: Callable[[Run], LayerRows] = measure_rows) -> None:
         self._run, self._gpu = run, gpu
-        self.flops, self.rows = count_layer_flops(run), measure_rows(run)
+        self.flops, self.rows = count_layer_flops(run), measure(run)
 
     def seconds(self, flops: int, moved_bytes: int = 0) -> float:
         """The time of products and then of elementwise work."""

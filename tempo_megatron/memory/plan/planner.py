@@ -29,10 +29,12 @@ from tempo_megatron.memory.plan.choices import (
     LayerChoice,
     LayerOption,
     LayerOptions,
+    LayerRows,
     Values,
     count_recomputed_flops,
     count_window_bytes,
     list_values,
+    measure_rows,
     replace_value,
     write_block,
 )
@@ -188,20 +190,26 @@ class Planner:
         request: what is planned.
         note_estimate: called after each estimate of a step.
         tolerance: the share of a step that fewer kinds of layers may cost.
+        measure: of a run, the bytes of its layers' rows.
 
     Raises ValueError where the planner does not know the model, the layout does not fit it, or it cannot have a value
     that was written.
     """
 
     def __init__(
-        self, request: PlanRequest, note_estimate: NoteEstimate = lambda: None, *, tolerance: float = 0.005
+        self,
+        request: PlanRequest,
+        note_estimate: NoteEstimate = lambda: None,
+        *,
+        tolerance: float = 0.005,
+        measure: Callable[[Run], LayerRows] = measure_rows,
     ) -> None:
         self.request, self._note_estimate, self._tolerance = request, note_estimate, tolerance
         run, num_stages = request.run, request.run.layout.pp
         self.num_micro_batches = run.num_micro_batches or num_stages
         """Of a step, on one data-parallel rank."""
         self.values = list_values(run)
-        self._options = LayerOptions(run, request.gpu)
+        self._options = LayerOptions(run, request.gpu, measure)
         self._estimate = functools.cache(self._estimate_once)
         # 1F1B runs one ahead for each stage behind.
         self._in_flight = [min(num_stages - stage, self.num_micro_batches) for stage in range(num_stages)]
