@@ -43,10 +43,7 @@ _LINE = "{desc}: {n_fmt}B of {total_fmt}B, {rate_fmt}, {elapsed} so far, {remain
 
 
 def main(argv: list[str] | None = None, prog: str = "prepare_data", **sizes: Any) -> int:
-    """Runs the command line under the name `prog`; returns 0, or 1 after an error of one sentence on stderr.
-
-    `sizes` are others than those of _SIZES.
-    """
+    """Runs the command line as `prog`, with `sizes` for _SIZES; returns 0, or 1 after an error of one sentence."""
     options = _parse_arguments(argv, Namespace(prog=prog, **{**_SIZES, **sizes}))
     status = 1
     try:

@@ -501,16 +501,3 @@ def test_batch_sizes_are_the_deepspeed_jsons(tmp_path: Path) -> None:
         assert main([*command, *arguments, "--json", str(figures)]) == 0
         taken = json.loads(figures.read_text())["arguments"]
         assert (taken["micro_batch_size"], taken["num_micro_batches"], taken["dtype"]) == (2, 4, "fp32")
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "parallel"),
-    [("gpt_oss_20b", 20_914_757_184, 1), ("moonlight_16b", 15_960_108_544, 1), ("qwen3_30b_a3b", 30_532_122_624, 8)],
-)
-def test_a_file_with_experts_has_the_parameters_of_its_name(name: str, parameters: int, parallel: int) -> None:
-    shape = make_shape(**read_shape_file(f"configs/model/{name}.json"))
-    layout = {"dp": parallel, "ep": parallel, "moe_grouped_gemm": True}
-    run = build_run(model=shape, tempo=TempoConfig.off(), stock="transformer_engine", **layout)
-    (rank,) = estimate_ranks(run)
-    of_experts = 3 * shape.hidden_size * shape.expert_size * 128 * shape.num_layers if parallel > 1 else 0
-    assert rank.num_parameters == parameters - of_experts + of_experts // parallel

@@ -23,7 +23,6 @@ from tempo_megatron.memory.plan.choices import (
     Values,
     list_values,
     measure_rows,
-    measure_stock_layer,
     replace_value,
 )
 from tempo_megatron.memory.plan.gpu import read_gpu
@@ -99,15 +98,6 @@ def test_a_projection_that_would_save_nothing_is_no_choice_and_counts_as_stock()
     again = replace_value(off, "linear_qkv", "recompute")
     assert rows.is_possible(plain, off) and not rows.is_possible(plain, again)
     assert rows.count(plain, [again]) == rows.count(plain, [off])
-
-
-def test_flash_attention_keeps_its_output_twice() -> None:
-    run = dataclasses.replace(make_run("Llama"), stock="transformer_engine")
-    flash, fused = (
-        sum(measure_stock_layer(dataclasses.replace(run, stock_attention=attention)).values())
-        for attention in ("flash", "fused")
-    )
-    assert flash - fused == 2 * 32 * 64 * 2
 
 
 @pytest.mark.slow

@@ -29,13 +29,6 @@ def ledger(sizes, tempo_config, tp=1, sequence_parallel=False, *, stock="cpu", *
     return measure_run(build_run(model=make_shape(**values), tempo=tempo_config, stock=stock, **layout))
 
 
-def test_a_stock_layer_keeps_at_least_34_sbh_and_its_scores():
-    stock = ledger(GPT2, TempoConfig.off(), seq_length=1024)
-    assert stock.layer_sbh >= 34
-    # a s**2 b: softmax output and dropout output of 2 bytes each, and a mask of at least 1.
-    assert stock.scores_bytes >= 5 * 12 * 1024**2
-
-
 def test_the_loss_head_is_counted_in_the_form_that_training_runs() -> None:
     """Which losses count is known in training, and the fused head makes the gradients of its weight, of few tokens in
     one chunk, and of the hidden states in its forward."""

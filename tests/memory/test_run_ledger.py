@@ -71,12 +71,11 @@ CORE_ATTENTION = "--recompute-granularity selective --recompute-modules core_att
 TP_2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 
-# Tempo and, below, ZeRO 3 run without the ledger too.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("column", "trained", "predicted", "settings"),
     [
-        ("tempo", "--use-tempo", "", {"beside_plain": True, "before": None}),
+        ("tempo", "--use-tempo", "", {"before": None}),
         ("stock", FULL, "--recompute full", {}),
         ("tempo", f"--use-tempo {TP_2}", "--tp 2 --sequence-parallel", {"world_size": 2}),
         *exhaustive(("stock", "", "", {}), ("stock", CORE_ATTENTION, "--recompute core_attn", {})),
