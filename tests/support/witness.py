@@ -18,13 +18,18 @@ def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-def assert_within_rule(name: str, ours: Tensor, same_dtype: Tensor, exact: Tensor) -> None:
-    """max error(ours) <= 2 x max error(torch in the same dtype) + 1 ulp of max abs(exact)."""
+# Of fewer numbers torch's largest error may by chance be next to nothing, and another order of adding up exceeds it.
+_FEW, _ULPS_OF_FEW = 64, 8
+
+
+def assert_within_rule(name: str, ours: Tensor, same_dtype: Tensor, exact: Tensor, ulps: int = 1) -> None:
+    """max error(ours) <= 2 x max error(torch in the same dtype) + 1 ulp of max abs(exact), or `ulps`; 8 where there are
+    few numbers."""
     assert ours.dtype == same_dtype.dtype and ours.shape == exact.shape, f"{name}: {ours.dtype}, {list(ours.shape)}"
     if exact.numel() == 0:
         return
     error, allowed = ((t.double() - exact).abs().max() for t in (ours, same_dtype))
-    limit = 2 * allowed + ulp(exact.abs().max(), ours.dtype)
+    limit = 2 * allowed + (_ULPS_OF_FEW if exact.numel() < _FEW else ulps) * ulp(exact.abs().max(), ours.dtype)
     assert error <= limit, f"{name}: error {error:.3e}, torch's own {allowed:.3e}, limit {limit:.3e}"
 
 
@@ -62,6 +67,7 @@ def assert_three_witnesses(
     inputs: Sequence[Tensor | None],
     grad: Tensor,
     dtype: torch.dtype,
+    ulps: int = 1,
 ) -> None:
     """Output and every gradient of `ours` against `reference` in float64 and in the same dtype.
 
@@ -74,7 +80,7 @@ def assert_three_witnesses(
     found = outputs_and_gradients(ours, rounded, grad, dtype)
     assert len(found) == len(exact)
     for index, (a, b, c) in enumerate(zip(found, same, exact, strict=True)):
-        assert_within_rule("output" if index == 0 else f"gradient of input {index - 1}", a, b, c)
+        assert_within_rule("output" if index == 0 else f"gradient of input {index - 1}", a, b, c, ulps)
 
 
 def kept_storages(function: Callable[..., Tensor], *inputs: Tensor | None) -> dict[int, int]:
