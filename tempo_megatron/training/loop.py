@@ -111,7 +111,7 @@ class Trainer:
                 if iteration % run.log_interval == 0:
                     self._flush()
                 if iteration % run.eval_interval == 0:
-                    self._validate()
+                    self._evaluate("validation")
                 if run.save_interval and iteration % run.save_interval == 0:
                     self._save()
                 request = stop.agree()
@@ -127,20 +127,20 @@ class Trainer:
                         )
             self._flush()
             if reason == "finished" and progress.iteration % run.eval_interval:
-                self._validate()
+                self._evaluate("validation")
             self._save(is_last=True)
             self._finish_save(waits=True)
             self._profile.close()
             if reason == "finished":
-                self._test()
+                self._evaluate("test")
         finally:
             stop.close()
         return reason
 
     def evaluate(self) -> str:
         """Logs the losses on the validation part and the test part, trains nothing; returns why it ended."""
-        self._validate()
-        self._test()
+        self._evaluate("validation")
+        self._evaluate("test")
         return "evaluated"
 
     def _open_stream(self, dataset: Any, consumed_samples: int, num_samples: int) -> BatchStream:
@@ -244,20 +244,19 @@ class Trainer:
             return not self.engine.scales_dynamically
         return not all(value is None or math.isfinite(value) for value in (step["loss"], step["grad_norm"]))
 
-    def _validate(self) -> None:
-        if self.datasets.valid is not None:
-            self._evaluate("validation", self.datasets.valid, self.run.eval_iters)
+    def _evaluate(self, part: str) -> None:
+        """Logs the mean loss on a part of the data, without dropout, over global batches that are the same each time.
 
-    def _test(self) -> None:
-        if self.datasets.test is not None:
-            self._evaluate("test", self.datasets.test, self.run.test_iters)
-
-    def _evaluate(self, part: str, dataset: Any, iterations: int) -> None:
-        """Logs the mean loss, without dropout, over that many global batches, which are the same each time."""
+        `part` is validation or test; there may be none.
+        """
+        run, datasets = self.run, self.datasets
+        dataset, iterations = (datasets.test, run.test_iters) if part == "test" else (datasets.valid, run.eval_iters)
+        if dataset is None:
+            return
         self._flush()
         start = read_clocks()
-        stream = self._open_stream(dataset, 0, iterations * self.run.global_batch_size)
-        number = iterations * self.run.num_micro_batches
+        stream = self._open_stream(dataset, 0, iterations * run.global_batch_size)
+        number = iterations * run.num_micro_batches
         mean = self._compute_losses_without_dropout((stream.take_next() for _ in range(number)), number)
         self.log.log_evaluation(part, self.progress.iteration, self.progress.consumed_samples, mean)
         if not self.engine.scales_dynamically:

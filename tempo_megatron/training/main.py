@@ -145,11 +145,7 @@ class _Attempt:
             if self.log.rank != 0 or is_secondary:
                 print(f"error on rank {self.log.rank}: {sentence}", file=sys.stderr, flush=True)
             return
-        cause = self.team.fail(sentence, is_secondary=is_secondary)
-        if cause.sentence != sentence or is_secondary:
-            self.log.write(cause.describe())
-            self.team.say(cause)
-        self.team.confirm()
+        self.team.fail(sentence, is_secondary=is_secondary)
 
 
 def _follows_from_another(error: Exception) -> bool:

@@ -53,12 +53,20 @@ def _restrict(
 
 parse_positive = _restrict(parse_whole, lambda value: value >= 1, "is not at least 1")
 parse_not_negative = _restrict(parse_whole, lambda value: value >= 0, "is negative")
+parse_workers = _restrict(
+    parse_not_negative, lambda value: value <= 1024, "is more than 1024 processes a rank; give a few"
+)
 parse_seed = _restrict(parse_not_negative, lambda value: value < 2**32, f"is not below {2**32}")  # numpy's seeds
 parse_minutes = _restrict(parse_positive, lambda value: value <= 10**6, "is more than 1000000 minutes")
 parse_positive_float = _restrict(parse_number, lambda value: 0.0 < value < math.inf, "is not a positive number")
 parse_not_negative_float = _restrict(parse_number, lambda value: 0.0 <= value < math.inf, "is negative or not finite")
 parse_fraction = _restrict(parse_number, lambda value: 0.0 <= value < 1.0, "is not in [0, 1)")
 parse_probability = _restrict(parse_number, lambda value: 0.0 <= value <= 1.0, "is not in [0, 1]")
+parse_mask_prob = _restrict(
+    parse_probability,
+    lambda value: 0.0 < value < 1.0,
+    "leaves nothing to predict, or nothing to predict from; expected a share above 0 and below 1",
+)
 parse_share = _restrict(parse_number, lambda value: 0.0 < value <= 1.0, "is not in (0, 1]")
 # With fewer than 5 seconds, a machine that is busy for a moment would count as lost.
 parse_fault_timeout = _restrict(

@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,17 +172,36 @@ def successful(result: Run) -> Run:
     return result
 
 
+class Call:
+    """Makes a call when it is unpickled."""
+
+    def __init__(self, call: Any, *arguments: Any) -> None:
+        self.call = call, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
 @dataclasses.dataclass(frozen=True)
 class FullDisk:
-    """On one rank no file may have more than so many bytes: Python gets an OSError, as on a disk that is full."""
+    """On one rank no file may have more than so many bytes, as on a disk that is full."""
 
     rank: int
     size: int
 
     def __call__(self) -> None:
         if int(os.environ["RANK"]) == self.rank:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.size))
+            limit_file_size(self.size).__enter__()
+
+
+@contextlib.contextmanager
+def limit_file_size(size: int) -> Iterator[None]:
+    """No file that this process writes may have more than so many bytes: Python gets an OSError."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def _rank_main(

@@ -36,22 +36,6 @@ def test_every_step_has_the_size_that_megatron_core_gives_it(full: int, ramp: tu
     assert BatchSizes(full, None).count_samples(3) == 3 * full
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("2 2 -1", "-1 is not at least 1"),
-        ("2 2 0", "0 is not at least 1"),
-        ("8 2 40", "--rampup-batch-size 8 2 40 begins with 8 samples, which are not below --global-batch-size 8"),
-        ("4 8 40", "the 4 samples from 4 to --global-batch-size 8 are not a multiple of the increment 8"),
-        ("3 5 40", "the first size 3 is not a multiple of 2 = micro batch size 2 x data parallel size 1; change it"),
-        ("4 1 40", "the increment 1 is not a multiple of 2"),
-    ],
-)
-def test_a_ramp_that_cannot_train_is_refused(tmp_path: Path, words: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        decide(tmp_path, *SIZES, *NEEDED, "--global-batch-size", "8", "--rampup-batch-size", *words.split())
-
-
 def test_stages_that_interleave_need_sizes_that_they_divide(tmp_path: Path) -> None:
     words = "--num-layers 4 --global-batch-size 8 --pipeline-model-parallel-size 2 --rampup-batch-size 2 2 40".split()
     decide(tmp_path, *SIZES, *NEEDED, *words, config=zero(1), world_size=2)

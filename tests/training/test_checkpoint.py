@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_job import BF16, Data, Run, run, successful, zero
+from training_job import BF16, Call, Data, Run, run, successful, zero
 
 from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_checkpoint
 from tempo_megatron.training.checkpoint_files.integrity import find_damage, read_description
@@ -84,20 +84,10 @@ def flip_bit(path: Path, place: float) -> None:
     path.write_bytes(content)
 
 
-class Intruder:
-    """Touches a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mknod, (str(self.path),)
-
-
 def intrude(path: Path) -> None:
     """Let a file of a checkpoint run code when it is unpickled, whose trace lies beside the folder of checkpoints."""
     content = torch.load(path, weights_only=False)
-    torch.save({**content, "intruder": Intruder(path.parents[2] / "executed")}, path)
+    torch.save({**content, "intruder": Call(os.mknod, str(path.parents[2] / "executed"))}, path)
 
 
 INTRUDED = "holds posix.mknod where a checkpoint has only tensors and numbers"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -14,53 +13,18 @@ import pytest
 import torch
 from distributed import run_megatron_ranks
 from imported_models import megatron_logits
+from live_states import join, keep_states
 from safetensors.torch import load_file
-from training_job import ROOT, Data, MaskedData, describe_anew, run, successful
+from training_job import ROOT, Call, Data, MaskedData, describe_anew, limit_file_size, run, successful
 
 from tempo_megatron.cli import main
 from tempo_megatron.models.huggingface.config import find_class
 from tempo_megatron.models.huggingface.tensors import list_modules, list_tensors
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.models.shape_file import read_shape_file
-from tempo_megatron.training.checkpoint_files import export as export_command
 
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
-
-
-def keep_live_weights() -> None:
-    """Let a rank write the weights that its model has at a save beside the checkpoints."""
-    import deepspeed
-
-    from tempo_megatron.training.checkpoint import Checkpoints
-
-    save = Checkpoints.save
-
-    def save_both(self: Checkpoints, *args: Any, **kwargs: Any) -> bool:
-        done = save(self, *args, **kwargs)
-        module = self.engine.deepspeed.module
-        with deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=self.engine.zero_stage == 3):
-            weights = {
-                name: (
-                    parameter.detach().clone(),
-                    parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None,
-                )
-                for name, parameter in module.named_parameters()
-            }
-        torch.save(weights, Path(self.run.save).parent / f"live_{self.rank}.pt")
-        return done
-
-    Checkpoints.save = save_both  # type: ignore[method-assign]
-
-
-def live_weights(folder: Path, tp: int) -> dict[str, torch.Tensor]:
-    """The whole model from what keep_live_weights wrote on the first `tp` ranks, divided as its parameters say."""
-    ranks = [torch.load(folder / f"live_{rank}.pt") for rank in range(tp)]
-    whole = {}
-    for name, (_, dimension) in ranks[0].items():
-        parts = [rank[name][0] for rank in ranks]
-        whole[name] = parts[0] if dimension is None else torch.cat(parts, dim=dimension)
-    return whole
 
 
 def config_of(stage: int, bf16: bool) -> dict[str, Any]:
@@ -99,15 +63,15 @@ def test_exported_weights_are_those_of_the_live_model(
     # An odd hidden size leaves remainders for ZeRO's partitions.
     sizes = ["--hidden-size", "68", "--ffn-hidden-size", "130", "--train-iters", "2", "--save", str(tmp_path / "save")]
     layout: dict[str, Any] = {"world_size": world_size, "config": config_of(stage, bf16)}
-    successful(run(data, tmp_path, *sizes, *extra, **layout, before=keep_live_weights))
+    successful(run(data, tmp_path, *sizes, *extra, **layout, before=keep_states))
     dtype = "bf16" if bf16 else "fp32"
     output = tmp_path / "out" / "weights.safetensors"
     assert main(["export", "--load", str(tmp_path / "save"), "--output", str(output), "--dtype", dtype]) == 0
-    exported, live = load_file(output), live_weights(tmp_path, tp)
-    assert set(exported) == set(live)
-    for name, value in live.items():
-        assert exported[name].dtype == value.dtype == {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-        assert torch.equal(exported[name], value), name
+    exported, live = load_file(output), join(tmp_path / "saved2")
+    assert {f"{name} weight" for name in exported} == {name for name in live if name.endswith(" weight")}
+    for name, value in exported.items():
+        assert value.dtype == {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+        assert torch.equal(value, live[f"{name} weight"].to(value.dtype)), name
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
 
@@ -141,7 +105,7 @@ def damage(folder: Path, how: str) -> None:
         optimizer.write_bytes(optimizer.read_bytes()[: optimizer.stat().st_size // 2])
     elif how == "code":
         state = torch.load(optimizer, weights_only=False)
-        torch.save({**state, "more": RunsCode(folder / "executed")}, optimizer)
+        torch.save({**state, "more": Call(os.mkdir, str(folder / "executed"))}, optimizer)
     elif how == "a bit":
         content = bytearray(optimizer.read_bytes())
         content[len(content) // 2] ^= 1
@@ -160,14 +124,6 @@ def damage(folder: Path, how: str) -> None:
         describe_anew(checkpoint, ffn_hidden_size=512)
     else:
         describe_anew(checkpoint, format=3)
-
-
-class RunsCode:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize(
@@ -216,14 +172,10 @@ def test_wrong_arguments_are_named(saved: Path, tmp_path: Path, capsys: pytest.C
     assert there.read_bytes() == b"precious"
 
 
-def test_a_full_disk_leaves_no_file(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    def fail(path: Path, *_: Any) -> None:
-        path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(export_command, "write_tensors", fail)
-    assert export(saved, tmp_path / "out" / "w.safetensors") == 2
-    assert "w.safetensors cannot be written (No space left on device); free some space" in capsys.readouterr().err
+def test_a_full_disk_leaves_no_file(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with limit_file_size(10_000):
+        assert export(saved, tmp_path / "out" / "w.safetensors") == 2
+    assert "w.safetensors cannot be written (File too large); free some space" in capsys.readouterr().err
     assert not list((tmp_path / "out").iterdir())
 
 

@@ -13,19 +13,14 @@ import pytest
 import torch
 from distributed import run_megatron_ranks
 from imported_models import EXPERTS, MODELS, OFTEN, build, call, megatron_logits_of_all, save
+from run_configs import NEEDED, decide
 from safetensors.torch import load_file, save_file
-from training_job import Data, run, successful
+from training_job import Data, limit_file_size, run, successful
 
 from tempo_megatron.cli import main
-from tempo_megatron.training.checkpoint_files import import_command
 from tempo_megatron.training.checkpoint_files.export import read_weights
 from tempo_megatron.training.checkpoint_files.integrity import find_damage, read_description
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
-from tempo_megatron.training.run.arguments import parse_arguments
-from tempo_megatron.training.run.complete import complete_run
-from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config
-from tempo_megatron.training.run.resume import read_saved_run
-from tempo_megatron.training.run.run_config import RunConfig
 
 
 def import_model(source: Path, to: Path, *more: str) -> int:
@@ -268,19 +263,14 @@ def test_what_cannot_be_imported_is_one_sentence_and_leaves_nothing(
 
 
 def test_a_killed_import_leaves_no_checkpoint_and_is_begun_anew(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stop(path: Path, *_: Any) -> None:
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
     to = tmp_path / "imported"
     (to / "iter_0000000.tmp").mkdir(parents=True)  # as kill -9 leaves it
     (to / "iter_0000000.tmp" / "weights.safetensors").write_bytes(b"half")
-    with monkeypatch.context() as patch:
-        patch.setattr(import_command, "write_tensors", stop)
+    with limit_file_size(10_000):
         assert import_model(llama, to) == 2
-    assert "cannot be written ([Errno 28] No space left on device); free some space" in capsys.readouterr().err
+    assert "cannot be written ([Errno 27] File too large); free some space" in capsys.readouterr().err
     assert [path.name for path in to.iterdir()] == ["lock"]
     assert import_model(llama, to) == 0
     assert (to / "latest").read_text() == "iter_0000000\n"
@@ -298,25 +288,17 @@ def test_the_tokenizer_and_the_special_tokens_go_with_the_model(llama: Path, tmp
         assert config[name] == generation[name] == there[name]
 
 
-def decide(folder: Path, *words: str, family: str = "gpt") -> RunConfig:
-    """The run of a command line, as the trainer decides it."""
-    (folder / "deepspeed.json").write_text("{}")
-    needed = ["--micro-batch-size", "2", "--train-iters", "10", "--lr", "1e-3", "--data-path", "text"]
-    args = parse_arguments(["--deepspeed_config", str(folder / "deepspeed.json"), *needed, *words], family)
-    config = read_deepspeed_config(args.deepspeed_config)
-    return complete_run(args, config, read_saved_run(args), world_size=1, on_gpu=False)
-
-
 def test_a_run_has_the_imported_model_and_may_change_little_of_it(llama: Path, tmp_path: Path) -> None:
     assert import_model(llama, tmp_path / "imported") == 0
     begin = ["--pretrained-checkpoint", str(tmp_path / "imported")]
-    model = decide(tmp_path, *begin, "--seq-length", "64", "--rotary-base", "1000000", "--hidden-dropout", "0.1").model
+    words = [*begin, *"--seq-length 64 --rotary-base 1000000 --hidden-dropout 0.1".split()]
+    model = decide(tmp_path, *NEEDED, *words).model
     assert (model.seq_length, model.rotary_base, model.hidden_dropout, model.num_query_groups) == (64, 1000000, 0.1, 2)
     assert (model.activation, model.rope_scaling_factor, model.vocab_size) == ("swiglu", 32.0, 512)
     save(build("BERT"), tmp_path / "bert")
     assert import_model(tmp_path / "bert", tmp_path / "imported_bert") == 0
     begin_bert = ["--pretrained-checkpoint", str(tmp_path / "imported_bert"), "--seq-length", "32"]
-    bert = decide(tmp_path, *begin_bert, family="bert").model
+    bert = decide(tmp_path, *NEEDED, *begin_bert, family="bert").model
     assert (bert.num_tokentypes, bert.add_binary_head, bert.norm_epsilon) == (2, True, 1e-12)
     for words, said in [
         (begin_bert, "holds a model of the family bert; train it with the script for that"),
@@ -329,4 +311,4 @@ def test_a_run_has_the_imported_model_and_may_change_little_of_it(llama: Path, t
         (["--pretrained-checkpoint", str(tmp_path)], "holds no checkpoint; give a folder that import or the trainer"),
     ]:
         with pytest.raises(ValueError, match=re.escape(said)):
-            decide(tmp_path, *words)
+            decide(tmp_path, *NEEDED, *words)

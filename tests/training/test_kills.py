@@ -78,16 +78,16 @@ def test_a_run_that_is_killed_again_and_again_goes_on_as_if_it_never_was(
 
 
 @pytest.mark.slow
-def test_a_full_disk_keeps_the_checkpoint_before(data: Data, whole: Run, tmp_path: Path) -> None:
-    sizes, save = ["--train-iters", str(STEPS), "--save-interval", "2"], tmp_path / "save"
+@pytest.mark.parametrize("switch", [[], ["--async-save"]], ids=str)
+def test_a_full_disk_keeps_the_checkpoint_before(data: Data, whole: Run, tmp_path: Path, switch: list[str]) -> None:
+    sizes, save = ["--train-iters", str(STEPS), "--save-interval", "2", *switch], tmp_path / "save"
     options = [*sizes, "--save", str(save), "--load", str(save)]
     successful(run(data, tmp_path, *options, "--exit-interval", "2", world_size=2, config=zero(1)))
     failed = run(data, tmp_path, *options, world_size=2, config=zero(1), before=FullDisk(1, 100_000))
     assert failed.exit_codes == [1, 1] and "Traceback" not in failed.output
     assert "the checkpoint of step 4 cannot be written" in failed.output
     assert sorted(path.name for path in save.glob("iter_*")) == ["iter_0000002"]
-    options[3] = str(STEPS)
-    resumed = successful(run(data, tmp_path, *options, world_size=2, config=zero(1)))
+    resumed = successful(run(data, tmp_path, *options, "--save-interval", str(STEPS), world_size=2, config=zero(1)))
     assert resumed.losses_hex == whole.losses_hex
 
 

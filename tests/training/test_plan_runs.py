@@ -36,6 +36,7 @@ LINK = {"title": "a link", "to_host_bytes_per_second": 1e9, "to_gpu_bytes_per_se
 def note_copies() -> None:
     """Let a rank note the copies of its last step, and write at the end what its engine counted."""
     fork_beside()
+    from tempo_kernels.offload import engine as offload_engine
     from tempo_megatron.training import loop
 
     copies: list[tuple[bool, int]] = []
@@ -45,11 +46,11 @@ def note_copies() -> None:
             copies.append((direction == "out", source.numel()))
             return super().copy(direction, source, target, after)
 
+    offload_engine.ThreadDevice = Noting  # type: ignore[misc]
     train = loop.run_job
 
     def train_and_tell(job: Any) -> None:
         engine = job.offloading.engine
-        engine._device = Noting()
         train(job)
         counted = {
             "device": engine.peak_device_bytes,

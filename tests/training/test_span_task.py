@@ -11,7 +11,7 @@ import torch
 from distributed import run_megatron_ranks
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
-from run_configs import NEEDED, SIZES, complete, decide
+from run_configs import NEEDED, SIZES, complete
 from training_job import MaskedData
 
 from tempo_megatron.training.run.run_config import RunConfig
@@ -115,16 +115,3 @@ def test_the_step_hides_padding_and_the_future_and_averages_over_the_decoders_to
     assert given[2].shape == (1, 1, 4, 4) and given[2][0, 0, 0].tolist() == [False, False, False, True]
     assert given[3][0, 0].tolist() == [[False, True, True], [False, False, True], [True, True, True]]
     assert torch.equal(given[4], hide_padding(decoder, encoder)) and given[4].shape == (1, 1, 3, 4)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--decoder-seq-length 2", "--decoder-seq-length 2 has no room for [BOS], a sentinel and a token"),
-        ("--pipeline-model-parallel-size 2", "encoder and decoder of Megatron's T5 stand in one process"),
-    ],
-)
-def test_what_no_t5_can_have_is_refused(tmp_path: Path, words: str, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        decide(tmp_path, *SIZES, *NEEDED, "--eval-iters", "0", *words.split(), family="t5", world_size=2)
-    assert message in str(caught.value)

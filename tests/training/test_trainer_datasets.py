@@ -12,7 +12,7 @@ import pytest
 import torch
 from distributed import run_megatron_ranks
 from run_configs import NEEDED, SIZES, complete
-from training_job import Data
+from training_job import Call, Data
 
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.datasets import build_datasets, load_vocabulary, shard_batches
@@ -58,16 +58,6 @@ def test_all_ranks_read_the_same_and_labels_are_the_next_tokens(data: Data, tmp_
     assert first[3][0] >= 8
 
 
-class Intruder:
-    """Touches a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mknod, (str(self.path),)
-
-
 def samples_of_damaged_indices(data: Data, cache: str) -> list[list[int]]:
     """In one process, whose output the test does not see: the first samples, of files that a kill has cut off, in which
     a byte is changed, and that would run code."""
@@ -75,7 +65,7 @@ def samples_of_damaged_indices(data: Data, cache: str) -> list[list[int]]:
     files = sorted(Path(cache).glob("*.npy"))
     assert len(files) == 6 and all(Path(f"{path}.sha256").is_file() for path in files)
     written = [path.read_bytes() for path in files]
-    intruder = pickle.dumps(Intruder(Path(cache) / "executed"))
+    intruder = pickle.dumps(Call(os.mknod, str(Path(cache) / "executed")))
     for damaged in (
         [content[:-50] for content in written],
         [content[:-8] + bytes([content[-8] ^ 1]) + content[-7:] for content in written],

@@ -18,13 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-from training_job import Data, Run, arguments, run, successful
+from training_job import Data, Run, run, successful
 
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.training.metrics import MonitorBuffer, RunLog, Throughput, read_metrics
-from tempo_megatron.training.run.arguments import parse_arguments
-from tempo_megatron.training.run.checks import check_run
-from tempo_megatron.training.run.complete import complete_run
 from tempo_megatron.training.run.run_config import BatchSizes
 
 STEPS, WARMUP, DECAY, LR = 8, 2, 4, 1e-3
@@ -209,23 +206,3 @@ def test_a_line_says_the_share_of_the_peak_and_the_time_left(capsys: pytest.Capt
     first, last = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step"))
     assert "| batch 2 |" in first and first.endswith("| MFU 51.4% | 3:00:00 left")
     assert not any(word in last for word in ("batch", "left", "MFU"))
-
-
-SENTENCES = {
-    "--lr-decay-style WSD": "without --lr-wsd-decay-iters",
-    "--lr-decay-style WSD --lr-wsd-decay-iters 11": "more than the 10 steps that follow the warm-up",
-    "--lr-wsd-decay-iters 3": "--lr-decay-style is linear",
-    "--eval-only": "give its folder with --load",
-    "--test-iters 2": "leaves nothing for --test-iters",
-    "--profile 3": "give --profile-dir or --save",
-    "--profile 11-12 --profile-dir x": "beyond --train-iters 10",
-    "--profile 1-2 --profile-dir x --profile-ranks 1": "not one of the 1 ranks",
-    "--profile 5-3": "no range of steps",
-}
-
-
-@pytest.mark.parametrize("words", SENTENCES)
-def test_what_contradicts_itself_is_one_sentence(words: str, data: Data, tmp_path: Path) -> None:
-    argv = arguments(data, tmp_path, *words.split())
-    with pytest.raises(ValueError, match=SENTENCES[words]):
-        check_run(complete_run(parse_arguments(argv, "gpt"), {}, None, world_size=1, on_gpu=False))

@@ -11,7 +11,6 @@ from training_job import Data, Run, run, successful, zero
 
 STEPS = ["--train-iters", "2", "--log-params-norm", "--hidden-dropout", "0", "--attention-dropout", "0"]
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
-    "TP 2": (2, zero(1), ["--tensor-model-parallel-size", "2"]),
     "TP 2 with sequence parallelism": (2, zero(1), ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "PP 2": (2, zero(0), ["--pipeline-model-parallel-size", "2"]),
     "ZeRO 3": (2, zero(3), ["--micro-batch-size", "1"]),

@@ -82,7 +82,6 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy D
 
     def __init__(self, in_background: bool) -> None:
         super().__init__()
-        self.zipfile_serialization = True  # find_fault reads no other format
         self.in_background = in_background
         self._failure: str | None = None
         self._paths: list[str] = []

@@ -19,11 +19,6 @@ from tempo_megatron.training.run.option import name_argument
 from tempo_megatron.training.run.run_config import OPTIONS, RunConfig
 from tempo_megatron.words.argument_types import format_bytes
 
-_REFUSED_MODULES = {
-    "layernorm": "without Transformer Engine megatron-core stops in it with a NameError",
-    **dict.fromkeys(("moe_act", "moe", "shared_experts", "mla_up_proj"), "the trainer does not recompute it"),
-}
-
 # From here on hooks of DeepSpeed's optimizers add up the gradients of micro batches that its engine does not see.
 _DEEPSPEED_OF_PIPELINE = (0, 19)
 # The package that DeepSpeed imports if the block of that name is enabled.
@@ -35,8 +30,8 @@ def check_run(run: RunConfig) -> None:
     tp = run.tensor_model_parallel_size
     check_layout(run.model, Layout(tp=tp, sp=run.sequence_parallel, etp=tp))
     for refuse in (
-        *(_refuse_parts, _refuse_pipeline, _refuse_batch_ramp, _refuse_precision, _refuse_schedule),
-        *(_refuse_recompute, _refuse_data, _refuse_output, _refuse_packages),
+        *(_refuse_parts, _refuse_pipeline, _refuse_batch_ramp, _refuse_precision, _refuse_what_lacks_another),
+        *(_refuse_schedule, _refuse_recompute, _refuse_data, _refuse_output, _refuse_packages),
     ):
         for sentence in refuse(run):
             raise ValueError(sentence)
@@ -81,12 +76,9 @@ def _refuse_parts(run: RunConfig) -> Iterator[str]:
             f"--tensor-model-parallel-size is {tp} and the model has experts, which Megatron trains with "
             "--sequence-parallel only; add it"
         )
-    if run.pipeline_model_parallel_size > 1:
-        yield (
-            f"--pipeline-model-parallel-size is {run.pipeline_model_parallel_size}, and the model has experts, which "
-            "the trainer has in one stage only; expected 1: remove it, or train with Megatron-LM (tempo-megatron run)"
-        )
+    stages = run.pipeline_model_parallel_size
     refused = (
+        (stages > 1, f"--pipeline-model-parallel-size {stages}, and the trainer has experts in one stage only"),
         (model.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor, which the trainer does not know"),
         (
             model.moe_router_enable_expert_bias,
@@ -100,10 +92,7 @@ def _refuse_parts(run: RunConfig) -> Iterator[str]:
     )
     for given, what in refused:
         if given:
-            yield (
-                f"the model has experts with {what}; remove it from the model, or train with Megatron-LM "
-                "(tempo-megatron run)"
-            )
+            yield f"the model has experts with {what}; remove it, or train with Megatron-LM (tempo-megatron run)"
 
 
 def _refuse_pipeline(run: RunConfig) -> Iterator[str]:
@@ -148,30 +137,28 @@ def _refuse_pipeline(run: RunConfig) -> Iterator[str]:
 def _refuse_deepspeed_of_pipeline(run: RunConfig, option: str) -> Iterator[str]:
     config = run.deepspeed
     stage = read_zero_stage(config)
-    if stage > 1:
-        yield (
-            f"{option} is given with ZeRO {stage}, which reduces gradients in each of the backward passes that a "
-            "pipeline has under way at once; set zero_optimization.stage to 0 or 1"
-        )
-    if stage == 1 and config["zero_optimization"].get("overlap_comm"):
-        yield (
-            f'{option} is given with "zero_optimization.overlap_comm", but the gradients of a pipeline are reduced '
-            "after its last backward pass; remove it or set it to false"
-        )
-    if config.get("bf16", {}).get("immediate_grad_update") is False:
-        yield (
-            f'{option} is given with "bf16.immediate_grad_update" false, which would add up micro batches in bf16; '
-            "remove it or set it to true"
-        )
-    for name, is_on in (
-        ("flops_profiler", config.get("flops_profiler", {}).get("enabled")),
-        ("wall_clock_breakdown", config.get("wall_clock_breakdown")),
-    ):
+    unseen = "but DeepSpeed sees no micro batch of a pipeline that it could measure; remove it"
+    refused = (
+        (
+            stage > 1,
+            f"ZeRO {stage}, which reduces gradients in each of the backward passes that a pipeline has under way at "
+            "once; set zero_optimization.stage to 0 or 1",
+        ),
+        (
+            stage == 1 and config["zero_optimization"].get("overlap_comm"),
+            '"zero_optimization.overlap_comm", but the gradients of a pipeline are reduced after its last backward '
+            "pass; remove it or set it to false",
+        ),
+        (
+            config.get("bf16", {}).get("immediate_grad_update") is False,
+            '"bf16.immediate_grad_update" false, which would add up micro batches in bf16; remove it or set it to true',
+        ),
+        (config.get("flops_profiler", {}).get("enabled"), f'"flops_profiler", {unseen}'),
+        (config.get("wall_clock_breakdown"), f'"wall_clock_breakdown", {unseen}'),
+    )
+    for is_on, what in refused:
         if is_on:
-            yield (
-                f'{option} is given with "{name}", but DeepSpeed sees no micro batch of a pipeline that it could '
-                "measure; remove it"
-            )
+            yield f"{option} is given with {what}"
     version = find_version("deepspeed") or "0"
     if tuple(map(int, version.split(".")[:2])) < _DEEPSPEED_OF_PIPELINE:
         wanted = ".".join(map(str, _DEEPSPEED_OF_PIPELINE))
@@ -230,6 +217,19 @@ def _refuse_precision(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _refuse_what_lacks_another(run: RunConfig) -> Iterator[str]:
+    for name, option in OPTIONS.items():
+        field, _, value = option.needs.partition("=")
+        if not (field and getattr(run, name)):
+            continue
+        found, argument, needed = getattr(run, field), name_argument(name), name_argument(field)
+        if value and found != value:
+            yield f"{argument} is given, but {needed} is {found or 'none'}; add {needed} {value}, or remove {argument}"
+        elif not found:
+            others = " or --save" if OPTIONS[field].in_save else ""
+            yield f"{argument} is given without {needed}; give {needed}{others} too, or remove it"
+
+
 def _refuse_schedule(run: RunConfig) -> Iterator[str]:
     if run.min_lr > run.lr:
         yield f"--min-lr {run.min_lr} is above --lr {run.lr}; lower it"
@@ -238,40 +238,21 @@ def _refuse_schedule(run: RunConfig) -> Iterator[str]:
             f"--lr-warmup-iters {run.lr_warmup_iters} is not below the {run.lr_decay_iters} steps of decay "
             "(--lr-decay-iters, else --train-iters); shorten the warm-up"
         )
-    if run.lr_decay_style != "WSD":
-        for name in ("iters", "style"):
-            if getattr(run, f"lr_wsd_decay_{name}") is not None:
-                yield (
-                    f"--lr-wsd-decay-{name} is given, but --lr-decay-style is {run.lr_decay_style}; give WSD there or "
-                    f"leave --lr-wsd-decay-{name} out"
-                )
-    elif run.lr_wsd_decay_iters is None:
+    rest, decay = run.lr_decay_iters - run.lr_warmup_iters, run.lr_wsd_decay_iters
+    if run.lr_decay_style == "WSD" and decay is None:
         yield "--lr-decay-style WSD is given without --lr-wsd-decay-iters; give the steps of its decay"
-    elif run.lr_wsd_decay_iters > run.lr_decay_iters - run.lr_warmup_iters:
-        yield (
-            f"--lr-wsd-decay-iters {run.lr_wsd_decay_iters} is more than the "
-            f"{run.lr_decay_iters - run.lr_warmup_iters} steps that follow the warm-up; lower it"
-        )
+    if decay is not None and decay > rest:
+        yield f"--lr-wsd-decay-iters {decay} is more than the {rest} steps that follow the warm-up; lower it"
 
 
 def _refuse_recompute(run: RunConfig) -> Iterator[str]:
-    granularity = run.recompute_granularity
-    for option in ("method", "num_layers"):
-        if getattr(run, f"recompute_{option}") is not None and granularity != "full":
-            name = option.replace("_", "-")
-            yield f"--recompute-{name} is for full recomputation; add --recompute-granularity full"
-    if granularity == "full" and run.recompute_method is None:
+    if run.recompute_granularity == "full" and run.recompute_method is None:
         yield "--recompute-granularity full needs --recompute-method; give uniform or block"
     stages = run.pipeline_model_parallel_size
     num_layers = max(run.layers_of_chunks or (run.model.num_layers // (stages * run.num_chunks),))
     if run.recompute_num_layers is not None and run.recompute_num_layers > num_layers:
         where = "the model's" if stages == 1 else "a pipeline stage's" if run.num_chunks == 1 else "a chunk's"
         yield f"--recompute-num-layers {run.recompute_num_layers} is more than {where} {num_layers} layers; lower it"
-    if run.recompute_modules is not None and granularity != "selective":
-        yield "--recompute-modules is for selective recomputation; add --recompute-granularity selective"
-    for module in run.recompute_modules or ():
-        if reason := _REFUSED_MODULES.get(module):
-            yield f"--recompute-modules {module} cannot be used: {reason}; use core_attn or mlp"
 
 
 def _refuse_data(run: RunConfig) -> Iterator[str]:
@@ -279,8 +260,6 @@ def _refuse_data(run: RunConfig) -> Iterator[str]:
         yield f"--split {run.split} leaves nothing for validation; add --eval-iters 0 or change the split"
     if run.test_iters and not run.split_weights[2]:
         yield f"--split {run.split} leaves nothing for --test-iters; change the split or leave that out"
-    if run.num_workers > 1024:
-        yield f"--num-workers {run.num_workers} is more than 1024 processes a rank; give a few"
     has_merges = run.model.family == "gpt" or bool(run.merge_file)  # WordPiece has none
     if bool(run.vocab_file) != bool(run.merge_file) and has_merges:
         given, missing = ("vocab", "merge") if run.vocab_file else ("merge", "vocab")
@@ -290,29 +269,18 @@ def _refuse_data(run: RunConfig) -> Iterator[str]:
 
 
 def _refuse_output(run: RunConfig) -> Iterator[str]:
-    for name, option in OPTIONS.items():
-        if option.needs and getattr(run, name) and not getattr(run, option.needs):
-            needed = name_argument(option.needs)
-            yield f"{name_argument(name)} is given without {needed}; give {needed} too, or remove it"
-    if run.eval_only and not run.load:
-        yield "--eval-only computes the losses of a checkpoint; give its folder with --load"
     if run.eval_only and run.save:
         yield "--eval-only writes no checkpoint; leave out --save, and give --metrics-file for the losses"
     if run.eval_only and not run.eval_iters and not run.test_iters:
         yield "--eval-only is given with 0 batches to evaluate; raise --eval-iters or --test-iters"
-    if run.profile is not None:
-        yield from _refuse_profile(run, run.profile[0])
     if run.metrics_file:
         check_metrics_file(run.metrics_file)
-
-
-def _refuse_profile(run: RunConfig, first: int) -> Iterator[str]:
+    if run.profile is None:
+        return
     if run.eval_only:
         yield "--profile records steps of training, of which --eval-only takes none; remove one of them"
-    if run.profile_dir is None:
-        yield "--profile is given without a folder; give --profile-dir or --save"
-    if first > run.train_iters:
-        yield f"--profile begins at step {first}, beyond --train-iters {run.train_iters}; lower it"
+    if run.profile[0] > run.train_iters:
+        yield f"--profile begins at step {run.profile[0]}, beyond --train-iters {run.train_iters}; lower it"
     if absent := [rank for rank in run.profile_ranks if rank >= run.world_size]:
         yield f"--profile-ranks {absent[0]} is not one of the {run.world_size} ranks, which begin at 0"
 

@@ -12,7 +12,7 @@ from typing import Any
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.training.run.option import STAYS, list_options, option
-from tempo_megatron.words.argument_types import parse_positive, parse_probability
+from tempo_megatron.words.argument_types import parse_mask_prob, parse_positive, parse_probability
 
 WORDS, TOKENS = "words", "tokens"
 SHORTEST_SAMPLE = 5
@@ -21,7 +21,7 @@ _SHORTEST_DECODER = 3
 
 
 _option = functools.partial(option, on_load=STAYS, group="masking")
-_mask_prob = functools.partial(_option, "share of the tokens to predict", parse_probability, default=0.15)
+_mask_prob = functools.partial(_option, "share of the tokens to predict", parse_mask_prob, default=0.15)
 _short_seq_prob = functools.partial(
     _option, "share of the samples that are made shorter, 0 for none as in RoBERTa", parse_probability, default=0.1
 )
@@ -82,10 +82,6 @@ def take_segments(args: argparse.Namespace, stored: Mapping[str, Any] | None = N
 def check_masking(masking: Masking | SpanMasking, shape: ModelShape) -> None:
     """Raises ValueError for values at which Megatron's masked dataset of a BERT or a T5 fails."""
     seq_length = shape.seq_length
-    if masking.mask_prob == 0:
-        raise ValueError("--mask-prob 0 leaves nothing to predict; expected a share above 0")
-    if masking.mask_prob == 1:
-        raise ValueError("--mask-prob 1 leaves nothing to predict from; expected a share below 1")
     if shape.decoder_seq_length is not None and shape.decoder_seq_length < _SHORTEST_DECODER:
         raise ValueError(
             f"--decoder-seq-length {shape.decoder_seq_length} has no room for [BOS], a sentinel and a token; expected "

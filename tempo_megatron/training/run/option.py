@@ -58,7 +58,7 @@ class Option:
     """The family of models that has it; empty for all."""
 
     needs: str = ""
-    """The field that must be set too."""
+    """The field that must be set too; with =VALUE behind its name, to that value."""
 
     in_json: str = ""
     """The name in the DeepSpeed JSON, which may give the value."""

@@ -39,12 +39,12 @@ from tempo_megatron.words.argument_types import (
     parse_positive_float,
     parse_seed,
     parse_steps,
+    parse_workers,
 )
 from tempo_megatron.words.pipeline_layout import parse_pipeline_layout
 
 Blend = tuple[tuple[str, ...], tuple[float, ...] | None]
 """Prefixes of data sets, and their weights if there are several."""
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj")
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 
 _NEXT_STEP = may_change("the optimizer uses it at its next step")
@@ -151,6 +151,7 @@ class RunConfig:
     eval_only: bool = _training(
         "only compute the losses of --load's checkpoint on the validation part and, with --test-iters, the test part",
         on_load=_END,
+        needs="load",
         **_SWITCH,
     )
     seed: int = _training("of weights, dropout and the order of the samples", parse_seed, on_load=STAYS, default=1234)
@@ -174,10 +175,12 @@ class RunConfig:
     )
     lr_decay_iters: int = _schedule("steps until --min-lr (default --train-iters)", parse_positive)
     lr_wsd_decay_iters: int | None = _schedule(
-        "last steps, in which a WSD schedule (warm-up, stable, decay) goes down to --min-lr", parse_positive
+        "last steps, in which a WSD schedule (warm-up, stable, decay) goes down to --min-lr",
+        parse_positive,
+        needs="lr_decay_style=WSD",
     )
     lr_wsd_decay_style: str | None = _schedule(
-        f"curve of that decay (default {WSD_DECAY_STYLES[0]})", choices=WSD_DECAY_STYLES
+        f"curve of that decay (default {WSD_DECAY_STYLES[0]})", choices=WSD_DECAY_STYLES, needs="lr_decay_style=WSD"
     )
     weight_decay: float = _optimizer("of AdamW", parse_not_negative_float, on_load=_NEXT_STEP, default=0.01)
     adam_beta1: float = _optimizer("decay of the gradient's mean", parse_fraction, on_load=_NEXT_STEP, default=0.9)
@@ -227,7 +230,9 @@ class RunConfig:
     masking: Masking | SpanMasking | None = option(
         "how a BERT or T5 masks tokens; GPT has none", on_load=STAYS, group="masking", names=()
     )
-    num_workers: int = _data("loader processes (default 2 with a GPU, else 0)", parse_not_negative, on_load=_READING)
+    num_workers: int = _data(
+        "loader processes (default 2 with a GPU, else 0)", parse_workers, on_load=_READING, metavar="N"
+    )
     eval_interval: int = _validation("steps between validations", parse_positive, default=1000)
     eval_iters: int = _validation("global batches per validation; 0 is none", parse_not_negative, default=100)
     test_iters: int = _validation(
@@ -242,13 +247,17 @@ class RunConfig:
         choices=("full", "selective", "none"),
         switches={"recompute-activations": "short for --recompute-granularity selective"},
     )
-    recompute_method: str | None = _recompute("for full recomputation", choices=("uniform", "block"))
-    recompute_num_layers: int | None = _recompute("for full recomputation", parse_positive)
+    recompute_method: str | None = _recompute(
+        "for full recomputation", choices=("uniform", "block"), needs="recompute_granularity=full"
+    )
+    recompute_num_layers: int | None = _recompute(
+        "for full recomputation", parse_positive, needs="recompute_granularity=full"
+    )
     recompute_modules: tuple[str, ...] | None = _recompute(
         "for selective recomputation: core_attn and mlp (default core_attn)",
         nargs="+",
-        choices=RECOMPUTE_MODULES,
-        metavar="{core_attn,mlp}",  # check_run refuses the others with a reason
+        choices=("core_attn", "mlp"),
+        needs="recompute_granularity=selective",
     )
     bias_gelu_fusion: bool = _recompute(
         "fused tanh GELU, or erf GELU, unfused (default: as in the checkpoint, else fused on a GPU)",
@@ -311,6 +320,7 @@ class RunConfig:
         "record these steps: a trace for Perfetto and, on a GPU, a snapshot for torch's memory viewer",
         parse_steps,
         metavar="FIRST-LAST",
+        needs="profile_dir",
     )
     profile_ranks: tuple[int, ...] = _output("that record", parse_not_negative, default=(0,), nargs="+", metavar="RANK")
     profile_dir: str | None = _folder("where they write (default profile in DIR of --save)", in_save="profile")

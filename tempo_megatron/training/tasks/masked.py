@@ -35,6 +35,7 @@ from tempo_megatron.training.tasks.task import (
     Batch,
     Collate,
     ForwardStep,
+    Task,
     Vocabulary,
     average_losses,
     check_token_range,
@@ -63,14 +64,11 @@ _LONGEST_SPAN = 10
 """In words, as in Megatron-LM's pretrain_t5.py."""
 
 
-class MaskedTask:
+class MaskedTask(Task):
     """The Task of BERT and RoBERTa."""
 
     dataset_class = BERTMaskedWordPieceDataset
     tokenizer_types = MASKED_TYPES
-
-    def extend_tokenizer(self, tokenizer: Any, run: RunConfig) -> Any:
-        return tokenizer
 
     def check_split(self, prefix: str, parts: Mapping[str, tuple[float, float]], run: RunConfig) -> None:
         check_usable_documents(prefix, parts, run, least=2 if run.model.add_binary_head else 1)
@@ -249,7 +247,7 @@ class SpanDataset(T5MaskedWordPieceDataset):  # type: ignore[misc]
         return tokens, positions, labels, boundaries, kept
 
 
-class SpanTask:
+class SpanTask(Task):
     """The Task of T5."""
 
     dataset_class = SpanDataset

@@ -19,6 +19,7 @@ from tempo_megatron.training.tasks.task import (
     Batch,
     Collate,
     ForwardStep,
+    Task,
     Vocabulary,
     average_losses,
     check_token_range,
@@ -26,14 +27,11 @@ from tempo_megatron.training.tasks.task import (
 )
 
 
-class NextTokenTask:
+class NextTokenTask(Task):
     """The Task of GPT."""
 
     dataset_class = GPTDataset
-    tokenizer_types: tuple[str, ...] = (GPT2_BPE, HUGGING_FACE)
-
-    def extend_tokenizer(self, tokenizer: Any, run: RunConfig) -> Any:
-        return tokenizer
+    tokenizer_types = (GPT2_BPE, HUGGING_FACE)
 
     def check_split(self, prefix: str, parts: Mapping[str, tuple[float, float]], run: RunConfig) -> None:
         """Raises ValueError if a part holds less than one sample; Megatron splits by sequences."""

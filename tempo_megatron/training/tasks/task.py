@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class Vocabulary:
         }
 
 
-class Task(Protocol):
+class Task(abc.ABC):
     """Data, forward step and losses of one family of models."""
 
     dataset_class: Any
@@ -70,15 +70,20 @@ class Task(Protocol):
 
     def extend_tokenizer(self, tokenizer: Any, run: RunConfig) -> Any:
         """Returns the tokenizer of the data, with the tokens besides that the task needs."""
+        return tokenizer
 
+    @abc.abstractmethod
     def check_split(self, prefix: str, parts: Mapping[str, tuple[float, float]], run: RunConfig) -> None:
         """Raises ValueError if a part of a data set (name -> borders as fractions) has no sample."""
 
+    @abc.abstractmethod
     def make_dataset_config(self, run: RunConfig, tokenizer: Any, seed: int, **settings: Any) -> Any:
         """Makes the configuration of `dataset_class`; `settings` do not depend on the task."""
 
+    @abc.abstractmethod
     def make_collate(self, vocabulary: Vocabulary) -> Collate: ...
 
+    @abc.abstractmethod
     def make_forward_step(self, run: RunConfig, device: torch.device) -> ForwardStep: ...
 
 

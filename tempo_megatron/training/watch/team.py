@@ -53,10 +53,8 @@ class Cause:
     rank: int
     host: str
     sentence: str
-    is_lost: bool = False
-    """Whether the rank cannot report it itself."""
-
-    pid: int = 0
+    lost_pid: int = 0
+    """The process of a rank that is lost, which cannot report it itself."""
 
     def describe(self) -> str:
         return f"error on rank {self.rank} ({self.host}): {self.sentence}"
@@ -67,11 +65,11 @@ class Team:
 
     def __init__(self, store: Any, rank: int, world_size: int, log: RankLog) -> None:
         self.store, self.rank, self.world_size, self.log = store, rank, world_size, log
-        self.cause: Cause | None = None
+        self._cause: Cause | None = None
         self.is_watched = False
         """Whether the ranks are told of one another's failures."""
         self._beats: Any = None
-        self._first_host, self._first_pid = "", 0
+        self._first = Cause(0, "", "")
         self._pause = max(_BEAT_SECONDS, world_size / 1000)  # a store that thousands of ranks ask has more to do
         self._is_ready = False
         self._has_cause = threading.Event()
@@ -99,7 +97,7 @@ class Team:
         if world_size > 1:
             team.is_watched, team._beats = True, connect_again(timeout_s)
             team._beats.set(f"tempo/process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
-            team._first_host, team._first_pid = json.loads(team._beats.get("tempo/process/0"))
+            team._first = team._lose(0, "")
             team._start(team._exchange, fault_timeout)
         team._start(team._look, fault_timeout, launchers)
         return team
@@ -138,51 +136,51 @@ class Team:
         """Makes this thread the one that reports the end; if another already does, waits for the end."""
         self._ending.acquire()
 
-    def fail(self, sentence: str, *, is_secondary: bool = False) -> Cause:
-        """Tells every rank that this one has failed, perhaps by another one's failure; returns why the run ends."""
+    def fail(self, sentence: str, *, is_secondary: bool = False) -> None:
+        """Tells every rank that this one has failed, perhaps by another one's failure; reports any other cause."""
         own = Cause(self.rank, socket.gethostname(), sentence)
         self.begin_to_end()
         if self.is_watched:
             if is_secondary:
-                self._tell("tempo/suspicion")
+                self._call(self._beats.add, "tempo/suspicion", 1)
             if is_secondary or (self.rank and not self._is_ready):  # an error that all have, rank 0 reports
                 self._has_cause.wait(2 * _CAUSE_SECONDS)
             if not self._has_cause.is_set():
-                self._call(lambda: self._decide(own))
+                self._call(self._decide, own)
                 self._has_cause.wait(_TOLD_SECONDS)
-        return self.cause or own
+        cause = self._cause or own
+        if cause.sentence != sentence or is_secondary:
+            self._report(cause)
+        self._confirm()
 
     def _decide(self, cause: Cause) -> None:
         """Makes `cause` the run's, unless there is one already."""
         self._beats.compare_set("tempo/end", "", json.dumps(dataclasses.asdict(cause)))
 
     @staticmethod
-    def _call(act: Callable[[], Any], seconds: float = _TOLD_SECONDS) -> None:
+    def _call(act: Callable[..., Any], *args: Any, seconds: float = _TOLD_SECONDS) -> None:
         """Calls the store from a thread, for at most `seconds`: one that is out of reach never answers."""
 
         def try_it() -> None:
             with contextlib.suppress(RuntimeError):
-                act()
+                act(*args)
 
         thread = threading.Thread(target=try_it, daemon=True)
         thread.start()
         thread.join(seconds)
 
-    def _tell(self, key: str, awaited: str = "", number: int = 0, seconds: float = _TOLD_SECONDS) -> None:
+    def _count(self, key: str, awaited: str, number: int) -> None:
         """Counts `key` up, and waits until `awaited` is at least `number`."""
+        self._beats.add(key, 1)
+        while self._beats.add(awaited, 0) < number:
+            time.sleep(0.1)
 
-        def count() -> None:
-            self._beats.add(key, 1)
-            while awaited and self._beats.add(awaited, 0) < number:
-                time.sleep(0.1)
-
-        self._call(count, seconds)
-
-    def confirm(self) -> None:
+    def _confirm(self) -> None:
         """Lets the ranks end after rank 0 has reported why, and rank 0, which may serve the store, after the others."""
-        others = self.world_size - 1 - (self.cause is not None and self.cause.is_lost)
+        others = self.world_size - 1 - (self._cause is not None and self._cause.lost_pid > 0)
         if self.is_watched:
-            self._tell(*(("tempo/heard", "tempo/said", 1) if self.rank else ("tempo/said", "tempo/heard", others)))
+            words = ("tempo/heard", "tempo/said", 1) if self.rank else ("tempo/said", "tempo/heard", others)
+            self._call(self._count, *words)
 
     def leave(self) -> None:
         """Says goodbye, so that the other ranks do not report this one as lost.
@@ -194,8 +192,9 @@ class Team:
         for thread in self._threads:
             thread.join(_TOLD_SECONDS)
         if self.is_watched:
-            self._call(lambda: self._beats.set(f"tempo/beat/{self.rank}", "0"))  # nobody waits for its beats
-            self._tell("tempo/left", "tempo/left", 0 if self.rank else self.world_size, _LEAVE_SECONDS)
+            self._call(self._beats.set, f"tempo/beat/{self.rank}", "0")  # nobody waits for its beats
+            number = 0 if self.rank else self.world_size
+            self._call(self._count, "tempo/left", "tempo/left", number, seconds=_LEAVE_SECONDS)
 
     def _exchange(self, limit: float) -> None:
         """Counts up, reads whether the run ends, and sees who counts: rank 0 all ranks, the others rank 0."""
@@ -215,13 +214,16 @@ class Team:
                     if count != counts[rank]:
                         counts[rank], heard[rank] = count, self._now
                     elif count and self._now - heard[rank] > limit:
-                        host, pid = json.loads(beats.get(f"tempo/process/{rank}"))
-                        self._decide(Cause(rank, host, _say_silent(self._now - heard[rank]), True, pid))
+                        self._decide(self._lose(rank, _say_silent(self._now - heard[rank])))
                 if self._is_over.wait(self._pause):
                     return
         except RuntimeError:
             text = "the store that it serves is gone: its process was killed, or its host has gone down"
-            self._end(Cause(0, self._first_host, text, True, self._first_pid))
+            self._end(dataclasses.replace(self._first, sentence=text))
+
+    def _lose(self, rank: int, sentence: str) -> Cause:
+        host, pid = json.loads(self._beats.get(f"tempo/process/{rank}"))
+        return Cause(rank, host, sentence, pid)
 
     def _look(self, limit: float, launchers: list[psutil.Process]) -> None:
         """Counts the seconds in which this process runs, and ends it if rank 0 or a launcher is gone."""
@@ -230,8 +232,7 @@ class Team:
             passed, last = time.monotonic() - last, time.monotonic()
             self._now += min(passed, 2 * _BEAT_SECONDS)
             if self.is_watched and self._now - self._answered > limit:
-                silent = _say_silent(self._now - self._answered)
-                self._end(Cause(0, self._first_host, silent, True, self._first_pid))
+                self._end(dataclasses.replace(self._first, sentence=_say_silent(self._now - self._answered)))
                 return
             if any(map(has_ended, launchers)):
                 launchers = []
@@ -239,25 +240,24 @@ class Team:
 
     def _end(self, cause: Cause) -> None:
         """Ends this process, wherever it waits, unless the main thread has failed too and ends it."""
-        self.cause = cause
+        self._cause = cause
         self._has_cause.set()
         if not self._ending.acquire(blocking=False):
             return
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        self.log.write(f"{cause.describe()}\nThis rank was here:\n{stack}")
-        self.say(cause)
-        self.confirm()
-        if cause.is_lost and cause.host == socket.gethostname():
+        self._report(cause, f"\nThis rank was here:\n{''.join(traceback.format_stack(frame))}")
+        self._confirm()
+        if cause.lost_pid and cause.host == socket.gethostname():
             # Launchers wait 30 s for a process that is stopped.
             with contextlib.suppress(psutil.Error):
-                if (lost := psutil.Process(cause.pid)).ppid() == os.getppid():
+                if (lost := psutil.Process(cause.lost_pid)).ppid() == os.getppid():
                     lost.kill()
         os._exit(1)
 
-    def say(self, cause: Cause) -> None:
-        """Prints the cause on rank 0 or, if rank 0 was lost, on the first ranks of each node."""
-        if self.rank == 0 or (cause.rank == 0 and cause.is_lost and os.environ.get("LOCAL_RANK") in ("0", "1")):
+    def _report(self, cause: Cause, where: str = "") -> None:
+        """Logs the cause, and prints it on rank 0 or, if rank 0 was lost, on the first ranks of each node."""
+        self.log.write(cause.describe() + where)
+        if self.rank == 0 or (cause.rank == 0 and cause.lost_pid and os.environ.get("LOCAL_RANK") in ("0", "1")):
             print(cause.describe(), file=sys.stderr, flush=True)
 
 
