@@ -153,6 +153,8 @@ def test_one_operation_is_chosen_whatever_the_others_ask_for():
     assert choose_operation("norm", config, TempoConfig(activation="inplace")) == ("inplace", None)
     with pytest.raises(ValueError, match="activation is swiglu"):
         choose_operation("activation", config, TempoConfig(activation="inplace"))
+    with pytest.raises(ValueError, match=r'activation is swiglu.*; set tempo.layers\["0"\].activation to'):
+        choose_operation("activation", config, TempoConfig(activation="off", layers={"0": {"activation": "inplace"}}))
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

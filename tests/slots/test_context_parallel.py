@@ -9,7 +9,7 @@ import torch
 from covering import exhaustive
 from distributed import run_megatron_ranks, run_megatron_ranks_once
 from dropout_masks import add_row, compare_masks, recorded_masks
-from gpt import assert_equal_to_stock, build_gpt, gpt_config, gradients, losses
+from gpt import LLAMA, assert_equal_to_stock, build_gpt, gpt_config, gradients, losses
 from latent_cases import build_latent
 from megatron.core import parallel_state
 from prediction_cases import build as build_prediction
@@ -153,13 +153,6 @@ def test_documents_that_ranks_cannot_share_are_refused(boundaries, message):
         context_parallel.attend(*tensors, exchange=exchange, cu_seqlens=torch.tensor(boundaries, dtype=torch.int32))
 
 
-LLAMA = {
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "num_query_groups": 2,
-    "add_bias_linear": False,
-}
 MODELS = {
     "GPT": ({}, {}),
     "Llama": (LLAMA, {"position_embedding_type": "rope"}),

@@ -21,7 +21,6 @@ from gpt import (
 )  # fmt: skip
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron import TempoConfig, tempoize, use_cpu
 from tempo_megatron.memory.tape.scopes import record_saved
@@ -54,16 +53,9 @@ def loss_gradients_and_keys(tempo_config: TempoConfig, sequence_parallel: bool, 
 
 
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 2}
+CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 LAYOUTS: dict[str, tuple[int, bool, list[dict[str, Any]]]] = {
-    "TP 1": (
-        1,
-        False,
-        [
-            {},
-            {**FULL, "recompute_method": "uniform"},
-            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        ],
-    ),
+    "TP 1": (1, False, [{}, {**FULL, "recompute_method": "uniform"}, CORE]),
     "TP 2 + SP": (2, True, [{}, {**FULL, "recompute_method": "block"}]),
 }
 
@@ -128,14 +120,8 @@ def classes_by_layer(virtual: int | None) -> dict[str, str]:
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=virtual
     )
-    config = TransformerConfig(
-        num_layers=4,
-        hidden_size=32,
-        num_attention_heads=4,
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=virtual,
-        pipeline_dtype=torch.float32,
-    )
+    stages = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": virtual}
+    config = gpt_config(num_layers=4, **stages, pipeline_dtype=torch.float32)
     tempo_config = TempoConfig(layers={"1-2": {"norm": "recompute"}, "3": {"norm": "off"}})
     found = {}
     for vp_stage in range(virtual) if virtual else [None]:
@@ -177,11 +163,7 @@ def run_bert_or_t5(name: str, tempo_config: TempoConfig) -> Any:
 RECOMPUTES, IN_PLACE = "TempoRecomputeNorm", "TempoNorm"
 STACKS = {
     "BERT": ("BERT", {"1": {"norm": "recompute"}}, {"encoder": [IN_PLACE, RECOMPUTES]}),
-    "T5, both": (
-        "T5",
-        {"1": {"norm": "recompute"}},
-        {"encoder": [IN_PLACE, RECOMPUTES], "decoder": [IN_PLACE, RECOMPUTES]},
-    ),
+    "T5, both": ("T5", {"1": {"norm": "recompute"}}, {key: [IN_PLACE, RECOMPUTES] for key in ("encoder", "decoder")}),
     "T5, each": (
         "T5",
         {"encoder 0": {"norm": "recompute"}, "decoder 1-": {"norm": "recompute", "activation": "off"}},

@@ -15,7 +15,6 @@ from gpt import build_gpt, gpt_config, losses
 from grid.cases import Case, Layout
 from grid.run_model import run_model
 from linear_cases import AGAIN, CASES, RECOMPUTE, Difference, compare, count_alive, list_calls
-from megatron.core import parallel_state
 
 from tempo_megatron import TempoConfig, tempo_block_spec
 from tempo_megatron.slots.linear import LinearCall
@@ -94,10 +93,6 @@ class Stages(Case):
 
 def run_stages(layout: Layout) -> dict[str, tuple[Any, Any, Any]]:
     megatron_cpu.install()
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp
-    )
     found = {}
     for again in ("", *AGAIN):
         run = run_model(Stages("Llama", layout, "none", "", 0.1, "fp32", again=again))
@@ -107,7 +102,7 @@ def run_stages(layout: Layout) -> dict[str, tuple[Any, Any, Any]]:
 
 @pytest.mark.slow
 def test_with_pipeline_stages_losses_gradients_and_masks_are_those_of_the_run_without() -> None:
-    for rank in run_megatron_ranks(run_stages, 2, 1, Layout(1, False, 2)):
+    for rank in run_megatron_ranks(run_stages, 2, 1, Layout(1, False, 2), pipeline_model_parallel_size=2):
         plain = rank.pop("")
         assert list(rank) == list(AGAIN)
         for ours in rank.values():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from distributed import run_megatron_ranks
 from gpt import (
+    LLAMA,
     RECOMPUTE,
     SEQ_LENGTH,
     WRITTEN,
@@ -33,13 +34,6 @@ from tempo_megatron.slots.offload import Offloading, count_in_flight, offload_la
 
 ONE_RANK = pytest.mark.usefixtures("one_rank")
 OFF = TempoConfig.off()
-LLAMA = {
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "add_bias_linear": False,
-    "num_query_groups": 2,
-}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 REPEATED = TempoConfig(linear_fc1="recompute", linear_qkv="recompute")

@@ -235,8 +235,6 @@ def test_reports_are_added_and_written_as_json() -> None:
 
 
 def last_stage() -> list[str]:
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     config = gpt_config(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     model = build_gpt(config, AUTO, pre_process=is_first, post_process=is_last)
@@ -244,7 +242,7 @@ def last_stage() -> list[str]:
 
 
 def test_a_pipeline_stage_reports_what_it_has() -> None:
-    first, last = run_megatron_ranks(last_stage, 2, 1)
+    first, last = run_megatron_ranks(last_stage, 2, 1, pipeline_model_parallel_size=2)
     assert first == ["decoder.layers.0 input_layernorm", "decoder.layers.0 pre_mlp_layernorm"]
     assert last == [
         "decoder.layers.1 input_layernorm",

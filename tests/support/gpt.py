@@ -23,6 +23,13 @@ from tempo_megatron.slots import dropout_rng
 VOCAB_SIZE = 64
 SEQ_LENGTH = 16
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+LLAMA = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "num_query_groups": 2,
+}
 RECOMPUTE = TempoConfig(activation="recompute", norm="recompute")
 # What "auto" takes where nothing refuses it, but written.
 WRITTEN = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="fused")
