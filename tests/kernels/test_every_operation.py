@@ -232,21 +232,14 @@ PUBLIC: dict[str, Callable[[Tensor], Tensor]] = {
 }
 every_public_operation = pytest.mark.parametrize("name", PUBLIC)
 SHARED_ROOMS = {"philox", "activation", "offload"}
-BESIDE_OPERATIONS = {
-    "fits_in_place",
-    "describe",
-    "list_flash_workspaces",
-    "list_gpu_workspaces",
-    "Draw",
-    "Kept",
-    "Refillable",
-}
-BESIDE_OPERATIONS |= {"adopt", "can_refill", "drop", "find_saved_tensors", "hold"}
+BESIDE_OPERATIONS = set(
+    "CHUNK_BYTES Draw Kept OPERATIONS Refillable adopt can_refill describe drop find_saved_tensors fits_in_place hold "
+    "list_flash_workspaces list_gpu_workspaces make_tables use_chunk_bytes use_gpu_blocks".split()
+)
 # Take a whole MLP, and a checkpoint.
 BESIDE_OPERATIONS |= {"keep_attention", "recompute_in_tiles"}
 # Without autograd: their caller is an operation.
 BESIDE_OPERATIONS |= {"add_sink", "attend_block", "differentiate_block", "differentiate_sink", "merge_blocks"}
-BESIDE_OPERATIONS |= {"CHUNK_BYTES", "OPERATIONS", "make_tables", "use_chunk_bytes", "use_gpu_blocks"}
 
 
 def test_every_public_operation_is_here() -> None:

@@ -1,7 +1,7 @@
 """Kernels compiled ahead of time, with their launchers' arguments; no GPU is needed.
 
 Those of attention have a file of their own, but for the ranges of whole numbers (ttir_ranges.py), which for all kernels
-are taken of tensors with more than 2**31 elements and without memory. On a GPU benchmarks/gpu_suite.py runs such tensors.
+are taken of tensors with more than 2**31 elements and without memory. On a GPU benchmarks/gpu_suite.py runs such ones.
 """
 
 from __future__ import annotations
@@ -88,9 +88,8 @@ def test_activations_spill_nothing_and_read_16_bytes_at_a_time(activation, dtype
 
 def with_capabilities(cases: list[Any], every: list[Any]) -> pytest.MarkDecorator:
     """(capability, shapes) of the cases, and with --exhaustive every shape on each."""
-    return pytest.mark.parametrize(
-        ("capability", "shapes"), [*cases, *exhaustive(*((c, every) for c in (90, 80, 100)))]
-    )
+    more = exhaustive(*((capability, every) for capability in (90, 80, 100)))
+    return pytest.mark.parametrize(("capability", "shapes"), [*cases, *more])
 
 
 def run_dropouts(x: Tensor) -> None:

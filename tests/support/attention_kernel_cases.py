@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from attention_cases import reference
 from interpreted import DEVICE, INTERPRETED, assert_as_specified
+from witness import outputs_and_gradients
 
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention.settings import Inputs, Kept
@@ -43,12 +44,13 @@ def check(q, k, v, grad, chosen, mask=None, sink=None, bias=None, alibi_slopes=N
     more = {"sink": sink, "bias": bias, "alibi_slopes": alibi_slopes}
     found = run(attention_kernel, q, k, v, grad, mask, chosen, **more)
 
+    hidden, slopes = (None if t is None else t.cpu() for t in (mask, alibi_slopes))
+
     def specified(q, k, v, grad, sink, bias):
-        q, k, v, bias, sink = (None if t is None else t.detach().requires_grad_() for t in (q, k, v, bias, sink))
-        hidden, slopes = (None if t is None else t.cpu() for t in (mask, alibi_slopes))
-        out = reference(q, k, v, chosen, hidden, sink, bias, slopes)
-        leaves = [t for t in (q, k, v, bias, sink) if t is not None]
-        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        def attend(q, k, v, bias, sink):
+            return reference(q, k, v, chosen, hidden, sink, bias, slopes)
+
+        return outputs_and_gradients(attend, [q, k, v, bias, sink], grad, q.dtype)
 
     given = {"bias": bias, "sink": sink}
     names = ["out", "grad_q", "grad_k", "grad_v", *(f"grad_{name}" for name, t in given.items() if t is not None)]

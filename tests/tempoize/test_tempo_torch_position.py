@@ -216,6 +216,13 @@ def test_what_runs_again_draws_the_same_masks(region, checkpoints, returns, shar
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
 
 
+def test_a_second_backward_of_one_graph_draws_the_same_masks():
+    model = tempoize(build(shared=True, layers=3), seed=4)
+    model.checkpoints = CHECKPOINT
+    loss, parameters = model(make_ids()).square().mean(), list(model.parameters())
+    assert equal(*(torch.autograd.grad(loss, parameters, retain_graph=True) for _ in range(2)))
+
+
 def test_a_region_that_does_not_tell_its_call_is_refused():
     def run(self, x):
         for _ in range(2):
@@ -517,6 +524,15 @@ def test_gradient_caching_draws_the_same_masks_twice(is_in_backward, is_checkpoi
         for one, parameter in zip(found, plain.parameters(), strict=True):
             torch.testing.assert_close(one, parameter.grad, rtol=1e-4, atol=1e-5)
     assert read_step(ours) == read_step(plain)
+
+
+def test_one_context_around_both_forwards_of_gradient_caching():
+    model = tempoize(build(), seed=4)
+    with samples(model, 12):
+        first, second, _ = cache_gradients(model, [make_ids(first=n) for n in (0, 5)], lambda: None)
+        next_one = draw(model)
+    with samples(model, 12 + 2 * B):
+        assert equal(first, second) and next_one == draw(model)
 
 
 def test_a_random_state_that_nobody_restores_asks_for_nothing():

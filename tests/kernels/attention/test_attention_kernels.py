@@ -22,7 +22,7 @@ from attention_kernel_cases import check, dropped_elements, random_inputs, run
 from covering import exhaustive, parametrize_covering
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
 from torch.utils._python_dispatch import TorchDispatchMode
-from witness import assert_within_rule
+from witness import assert_within_rule, outputs_and_gradients
 
 from tempo_kernels.attention import eager, function, function_parts
 from tempo_kernels.attention import kernel as attention_kernel
@@ -87,13 +87,10 @@ def test_parts_of_the_keys_make_the_whole(causal, window_size, dtype, p, dv, mon
     q, k, v, grad = (torch.randn(s, 2, heads, size, device=DEVICE).to(dtype) for s, heads, size in shapes)
     chosen = settings(causal, p, window_size=window_size, first_row=6, first_column=0)
 
-    def run_through(function, q, k, v, grad):
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = function(*leaves, chosen)
-        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    def differentiate(function, q, k, v, grad):
+        return outputs_and_gradients(lambda *t: function(*t, chosen), [q, k, v], grad, q.dtype)
 
-    found = run_through(attend_in_parts, q, k, v, grad)
-    specified = functools.partial(run_through, reference)
+    found, specified = differentiate(attend_in_parts, q, k, v, grad), functools.partial(differentiate, reference)
     assert_as_specified(found, [q, k, v, grad], specified, "out", "grad_q", "grad_k", "grad_v")
 
 

@@ -144,40 +144,28 @@ def test_a_factor_of_the_loss_is_not_rounded_to_16_bits(chunk_tokens, fused, dev
         torch.testing.assert_close(scaled[1], expected, rtol=1e-6 if fused else 0, atol=0)
 
 
-def both_forms(token_weights, dtype, grad_total=1.0, **settings):
-    """Losses, and gradients of hidden, weight and bias, with the gradients made in forward and by recomputing."""
+def made_in_forward(token_weights, dtype, grad_total=1.0):
+    """The total, the losses, and the gradients of hidden, weight and bias."""
     torch.manual_seed(5)
-    labels, results = random_labels(), []
-    inputs = [t.to(dtype) for t in head_inputs()]
-    for in_forward in (True, False):
-        hidden, weight, bias = leaves = [t.clone().requires_grad_() for t in inputs]
-        keywords = {"bias": bias, "chunk_tokens": 8, **settings}
-        if in_forward:
-            total, losses = linear_cross_entropy(hidden, weight, labels, token_weights=token_weights, **keywords)
-            assert not losses.requires_grad
-        else:
-            losses = linear_cross_entropy(hidden, weight, labels, **keywords)
-            total = (token_weights * losses).sum()
-        (grad_total * total).backward()
-        results.append([total.detach(), losses.detach(), *(leaf.grad for leaf in leaves)])
-    return results
-
-
-def assert_close(found, expected, eps):
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=8 * eps * b.abs().max().item())
+    labels = random_labels()
+    hidden, weight, bias = leaves = [t.to(dtype).requires_grad_() for t in head_inputs()]
+    more = {"bias": bias, "chunk_tokens": 8, "token_weights": token_weights}
+    total, losses = linear_cross_entropy(hidden, weight, labels, **more)
+    assert not losses.requires_grad
+    (grad_total * total).backward()
+    return [total.detach(), losses, *(leaf.grad for leaf in leaves)]
 
 
 def test_weights_of_one_by_the_number_of_tokens_do_not_underflow_in_float16():
     # Of the recomputed logits' gradient nothing would be left: 1e-7 / 101 is below float16's range.
-    in_forward, exact = (both_forms(torch.full((B, S), 1e-7), t, 1e7)[0] for t in (torch.float16, torch.float64))
+    in_forward, exact = (made_in_forward(torch.full((B, S), 1e-7), t, 1e7) for t in (torch.float16, torch.float64))
     for found, expected in zip(in_forward[2:], exact[2:], strict=True):
         error = (found.double() - expected).abs().max()
         assert expected.abs().max() > 0.1 and error < 0.05 * expected.abs().max()
 
 
 def test_token_weights_of_nothing_but_zeros_give_zeros():
-    in_forward, _ = both_forms(torch.zeros(B, S), torch.float32)
+    in_forward = made_in_forward(torch.zeros(B, S), torch.float32)
     assert in_forward[0] == 0 and in_forward[1].any() and not any(grad.any() for grad in in_forward[2:])
 
 
