@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import importlib
 import logging
@@ -142,28 +143,17 @@ def _describe(error: Exception) -> str:
     return str(error)
 
 
-def pretrain_gpt() -> int:
-    """`tempo-pretrain-gpt` and launch/pretrain_gpt.py: the trainer, or one sentence where a package is missing."""
-    return _train("gpt")
-
-
-def pretrain_bert() -> int:
-    """`tempo-pretrain-bert` and launch/pretrain_bert.py, likewise."""
-    return _train("bert")
-
-
-def pretrain_t5() -> int:
-    """`tempo-pretrain-t5` and launch/pretrain_t5.py, likewise."""
-    return _train("t5")
-
-
 def _train(family: str) -> int:
+    """`tempo-pretrain-gpt` and launch/pretrain_gpt.py: the trainer, or one sentence where a package is missing."""
     try:
         from tempo_megatron.training.main import train
     except MissingExtraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return train(None, family)
+
+
+pretrain_gpt, pretrain_bert, pretrain_t5 = (functools.partial(_train, family) for family in ("gpt", "bert", "t5"))
 
 
 def _run(argv: list[str]) -> int:

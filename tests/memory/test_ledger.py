@@ -37,20 +37,6 @@ def test_the_loss_head_is_counted_in_the_form_that_training_runs() -> None:
     assert rows["output_layer"] == 2 * v * h + 2 * s * h + 4
 
 
-RECOMPUTE = TempoConfig(activation="recompute", norm="recompute")
-
-
-def test_every_byte_of_a_layer_is_accounted_for():
-    s, h, heads = 64, 128, 2
-    # Of both: 16-bit qkv and context, and a logsumexp per head.
-    of_both = 2 * s * h * (3 + 1) + 4 * s * heads
-    # 16-bit y of two norms and gelu's output; a bit per gelu element; rstd twice; gamma and beta of two norms.
-    in_place = s * (2 * h * (1 + 1 + 4) + 4 * h // 8 + 2 * 4) + 2 * 2 * 4 * h
-    assert ledger(SMALL, TempoConfig()).layer_bytes == of_both + in_place
-    # 16-bit x of two norms and gelu's input; mean and rstd of two norms.
-    assert ledger(SMALL, RECOMPUTE).layer_bytes == of_both + 2 * s * h * (2 + 4) + 2 * 2 * 4 * s
-
-
 def test_a_ledger_of_experts_and_latent_attention_is_of_a_run_that_exists():
     """What latent attention is not, is refused in a sentence with the remedy."""
     latent = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterable
@@ -59,7 +58,8 @@ def make_config(values: Values) -> TempoConfig:
     return dataclasses.replace(TempoConfig.off(), **dict(zip(LAYER_OPERATIONS, values, strict=True)))
 
 
-make_planner = functools.partial(Planner, measure=FormulaRows)
+class FormulaPlanner(Planner):
+    measure = staticmethod(FormulaRows)
 
 
 def make_shape(**sizes: Any) -> ModelShape:
@@ -112,7 +112,7 @@ def read_recompute(plan: MemoryPlan, layer_in_stage: int) -> frozenset[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_every_plan_fits_its_block_and_words_say_why_and_its_bound_is_below(layout: dict[str, Any]) -> None:
-    planner = make_planner(make_request(**layout))
+    planner = FormulaPlanner(make_request(**layout))
     run, switches = planner.request.run, list_switches(planner)
     assert {"stock", "Tempo, in place", "Tempo, recompute", "stock + core_attn", "stock + full"} <= set(switches)
     for name, switch in switches.items():
@@ -150,7 +150,7 @@ def test_every_plan_fits_its_block_and_words_say_why_and_its_bound_is_below(layo
 @pytest.mark.parametrize("stages", [1, 3])
 def test_no_choice_of_any_kinds_is_shorter_than_the_bound(stages: int) -> None:
     """Of 3 layers on each stage all choices of all undominated options are tried."""
-    planner = make_planner(make_request(3 * stages, pp=stages))
+    planner = FormulaPlanner(make_request(3 * stages, pp=stages))
     least, most = planner.make_smallest().peak_bytes, list_switches(planner)["stock"].peak_bytes
     for budget in (least + (most - least) * index // 5 for index in range(1, 5)):
         best = math.inf
@@ -175,7 +175,7 @@ def test_no_choice_of_any_kinds_is_shorter_than_the_bound(stages: int) -> None:
 
 
 def test_an_impossible_budget_says_by_how_much_and_names_the_nearest_plan() -> None:
-    planner = make_planner(make_request(12))
+    planner = FormulaPlanner(make_request(12))
     smallest = planner.make_smallest()
     with pytest.raises(NothingFitsError, match="a GPU may be filled") as error:
         planner.plan(FIXED)
@@ -232,7 +232,7 @@ def test_no_more_linears_run_again_than_torch_compile_runs_for_the_same_bytes() 
     request = make_request(160, gpu=FREE)
     elements, flops = 2048 * 4096 * 160, count_layer_flops(request.run)
     linears = flops._replace(core_attention=0)
-    planner = make_planner(request, tolerance=0.0)
+    planner = FormulaPlanner(request, tolerance=0.0)
     for sbh, compiled in COMPILED.items():
         shares = []
         for made_again in (8.03, 2.03):
@@ -244,7 +244,7 @@ def test_no_more_linears_run_again_than_torch_compile_runs_for_the_same_bytes() 
 
 
 def test_plenty_of_memory_leaves_stock_but_what_costs_nothing() -> None:
-    plan = make_planner(make_request()).plan(10**15)
+    plan = FormulaPlanner(make_request()).plan(10**15)
     operations = (*(field for field in plan.block if field != "loss"), "loss")
     assert plan.block == {**dict.fromkeys(operations, "off"), "dropout": "recompute"}
     assert plan.megatron_arguments == () and plan.stages[0].added_seconds == plan.gap_seconds == 0

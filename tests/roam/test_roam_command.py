@@ -28,11 +28,6 @@ def test_the_command_orders_a_gpt_and_proves_it(tmp_path: Path, capsys: pytest.C
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_model_file_that_is_none_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["order", "--model", str(tmp_path / "none.json")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_the_commands_work_limit_is_that_of_the_search() -> None:
     parser = argparse.ArgumentParser()
     add_order_arguments(parser)

@@ -190,26 +190,22 @@ class Planner:
         request: what is planned.
         note_estimate: called after each estimate of a step.
         tolerance: the share of a step that fewer kinds of layers may cost.
-        measure: of a run, the bytes of its layers' rows.
 
     Raises ValueError where the planner does not know the model, the layout does not fit it, or it cannot have a value
     that was written.
     """
 
+    measure: Callable[[Run], LayerRows] = staticmethod(measure_rows)
+
     def __init__(
-        self,
-        request: PlanRequest,
-        note_estimate: NoteEstimate = lambda: None,
-        *,
-        tolerance: float = 0.005,
-        measure: Callable[[Run], LayerRows] = measure_rows,
+        self, request: PlanRequest, note_estimate: NoteEstimate = lambda: None, *, tolerance: float = 0.005
     ) -> None:
         self.request, self._note_estimate, self._tolerance = request, note_estimate, tolerance
         run, num_stages = request.run, request.run.layout.pp
         self.num_micro_batches = run.num_micro_batches or num_stages
         """Of a step, on one data-parallel rank."""
         self.values = list_values(run)
-        self._options = LayerOptions(run, request.gpu, measure)
+        self._options = LayerOptions(run, request.gpu, self.measure)
         self._estimate = functools.cache(self._estimate_once)
         # 1F1B runs one ahead for each stage behind.
         self._in_flight = [min(num_stages - stage, self.num_micro_batches) for stage in range(num_stages)]

@@ -78,11 +78,8 @@ def simulate_chunk(
     Raises ValueError where torch.distributed is already initialised, and for values that the model cannot have.
     """
     arguments = _cut(run, layers), _find_ends(run, layers, **ends_given), has_gradients
-    found = _run_chunk(*arguments, longest_row or 3)
-    if found is None and longest_row is None:
-        found = _run_chunk(*arguments, max(1, len(layers)))
-    assert found is not None
-    return found
+    tried = (3, max(1, len(layers))) if longest_row is None else (longest_row,)
+    return next(found for each in tried if (found := _run_chunk(*arguments, each)))
 
 
 @dataclasses.dataclass(frozen=True)
