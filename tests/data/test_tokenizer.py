@@ -147,6 +147,7 @@ def test_a_run_is_cut_only_where_it_is_too_long(character: str) -> None:
     before, after = ("a", "b") if character in "=_\x1c" else (". ." * 700 + "=", "=")
     whole = before + character * LONGEST_RUN + after
     assert list(cut_long_runs(whole)) == [whole]
+    assert [len(part) for part in cut_long_runs(character * (LONGEST_RUN + 1))] == [LONGEST_RUN, 1]
     longer = before + character * (2 * LONGEST_RUN + 1) + after
     assert [len(part) for part in cut_long_runs(longer)] == [len(before) + LONGEST_RUN, LONGEST_RUN, 1 + len(after)]
 

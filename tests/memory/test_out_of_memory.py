@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,20 +79,30 @@ def test_layers_that_block_leaves_are_not_taken_as_recomputed() -> None:
     assert not any("--recompute-method uniform" in words for words, _ in list_changes(every))
 
 
-def fail_in_the_second_step(rank: int) -> None:
-    """The allocation of the second step's loss finds no memory on one rank."""
+def act_in_the_second_step(rank: int, act: Callable[[], None]) -> None:
+    """Call act on one rank before the second step's forward."""
     from tempo_megatron.training.tasks import next_token as next_token_task
 
     fork_beside()
     call, calls = next_token_task.PredictNextToken.__call__, []
 
-    def run_out(self: Any, *args: Any) -> Any:
+    def act_and_call(self: Any, *args: Any) -> Any:
         calls.extend([1] * torch.is_grad_enabled())  # without it a checkpoint is tried before it is saved
         if len(calls) == 2 and os.environ["RANK"] == str(rank):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB. GPU 0 is full.")
+            act()
         return call(self, *args)
 
-    next_token_task.PredictNextToken.__call__ = run_out  # type: ignore[method-assign]
+    next_token_task.PredictNextToken.__call__ = act_and_call  # type: ignore[method-assign]
+
+
+def find_no_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB. GPU 0 is full.")
+
+
+def limit_memory() -> None:
+    """Real allocations fail."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + 2**20, resource.RLIM_INFINITY))
 
 
 @pytest.mark.slow
@@ -99,7 +110,7 @@ def test_a_run_that_runs_out_says_so_without_a_traceback_and_goes_on_from_its_ch
     data: Data, tmp_path: Path
 ) -> None:
     save = ("--save", str(tmp_path / "save"), "--save-interval", "1", "--train-iters", "3")
-    failed = run(data, tmp_path, *save, before=functools.partial(fail_in_the_second_step, 0))
+    failed = run(data, tmp_path, *save, before=functools.partial(act_in_the_second_step, 0, find_no_memory))
     assert failed.exit_codes == [1]
     assert "error on rank 0: out of memory: CUDA out of memory. Tried to allocate 1.00 MiB" in failed.output
     assert "at the peak, in the" in failed.output and "kept by core_attention (s*s), 2 layers" in failed.output
@@ -113,7 +124,7 @@ def test_a_run_that_runs_out_says_so_without_a_traceback_and_goes_on_from_its_ch
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_all_ranks_end_when_one_runs_out(data: Data, tmp_path: Path, rank: int) -> None:
     argv = ["--train-iters", "3", "--distributed-timeout-minutes", "30", "--save", str(tmp_path / "save")]
-    fail = functools.partial(fail_in_the_second_step, rank)
+    fail = functools.partial(act_in_the_second_step, rank, find_no_memory)
     failed = run(data, tmp_path, *argv, world_size=2, before=fail, timeout_s=120)
     logs = [(tmp_path / f"rank{n}.log").read_text() for n in range(2)]
     assert failed.exit_codes == [1, 1], logs
@@ -124,25 +135,17 @@ def test_all_ranks_end_when_one_runs_out(data: Data, tmp_path: Path, rank: int) 
     assert "This rank was here:" in other or "out of memory" in other
 
 
-def limit_memory() -> None:
-    """After the imports and one step's worth: real allocations fail."""
-    from tempo_megatron.training.loop import Trainer
-
-    step = Trainer._step
-
-    def limit_and_step(self: Any) -> None:
-        if self.progress.iteration == 1:
-            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (size + 2**20, resource.RLIM_INFINITY))
-        step(self)
-
-    Trainer._step = limit_and_step  # type: ignore[method-assign]
-
-
 @pytest.mark.slow
 def test_a_real_allocation_that_fails_is_caught(data: Data, tmp_path: Path) -> None:
     sizes = ("--hidden-size", "256", "--seq-length", "512", "--micro-batch-size", "8", "--train-iters", "3")
-    failed = run(data, tmp_path, *sizes, "--save", str(tmp_path / "save"), before=limit_memory)
+    failed = run(
+        data,
+        tmp_path,
+        *sizes,
+        "--save",
+        str(tmp_path / "save"),
+        before=functools.partial(act_in_the_second_step, 0, limit_memory),
+    )
     assert failed.exit_codes == [1]
     assert "error on rank 0: out of memory: " in failed.output and "DefaultCPUAllocator" in failed.output
     assert "the smallest change that would have fitted" in failed.output and "Traceback" not in failed.output
