@@ -59,7 +59,7 @@ class LinearCall(torch.nn.Module):
 
     def __init__(self, linear: torch.nn.Module) -> None:
         super().__init__()
-        self.linear = linear
+        self.linear: Any = linear
         self.output: Tensor | None = None
         """Of the call, until `take_output`."""
         self._take_input: Callable[[], Tensor] | None = None

@@ -298,7 +298,7 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
         """Scaled logits; losses stay, because they are already those of scaled logits."""
         return logits if _is_told_labels(self) else cls._scale_logits(self, logits)
 
-    methods = {
+    methods: dict[tuple[Any, str], Callable[..., Any]] = {
         (layer, "forward"): forward_output_layer,
         (model, method): _tell_head(cls, method, labels_name),
         (model, "compute_language_model_loss"): compute_language_model_loss,
