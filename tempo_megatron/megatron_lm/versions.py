@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import pkgutil
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -122,8 +120,9 @@ def get_hook(patch: Patch, version: str) -> Any:
 def wrap_hook(patch: Patch, version: str, wrapper: Callable[..., Any]) -> None:
     """Has the place of a patch call `wrapper(what stood there, ...)`. Raises LaunchError where there is nothing."""
     get_hook(patch, version)
-    owner, name = re.split(r"[:.](?=\w+$)", patch.place)
-    wrap(pkgutil.resolve_name(owner), name, wrapper)
+    module_name, _, attribute = patch.place.partition(":")
+    *owners, name = attribute.split(".")
+    wrap(functools.reduce(getattr, owners, importlib.import_module(module_name)), name, wrapper)
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
