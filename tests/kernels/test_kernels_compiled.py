@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
 
 from ahead_of_time import Launch, compiled, list_spills_in_loops, narrow_accesses, record_launches, resources, source_of
-from attention_cases import settings
+from attention_kernel_cases import settings
 from covering import exhaustive, parametrize_covering
 from torch import Tensor
 from ttir_ranges import find_overflows

@@ -18,7 +18,7 @@ from tempo_kernels.attention.settings import MASKED_SCORE, Settings
 from tempo_kernels.philox import drop_mask, effective_probability
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-KEY, FIRST_SAMPLE, FIRST_HEAD, SCALE = 0xFEDCBA9876543210, 2**32 - 1, 4, 0.125
+KEY, FIRST_SAMPLE, FIRST_HEAD, SCALE = 0xABCDEF0123456789, 3, 4, 0.125
 
 
 def settings(causal=True, p=0.1, key=KEY, first_sample=FIRST_SAMPLE, window_size=None, **firsts):

@@ -168,7 +168,7 @@ def test_autocast_has_the_dtypes_of_stock():
 # Values of another kind than the arguments are of.
 NUMBERS = ("1", 1.5, True, -1)
 KINDS = {"offload_ahead": (*NUMBERS, None), "sequence_ranks": (*NUMBERS, None)}
-KINDS |= {"seed": ("1", None, 1.5, True), "mlp": (1.5, None), "loss": (True, [1])}
+KINDS |= {"offload": (None, 1.5, True, -1), "seed": ("1", None, 1.5, True), "mlp": (1.5, None), "loss": (True, [1])}
 
 
 @pytest.mark.parametrize(

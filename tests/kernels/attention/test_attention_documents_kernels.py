@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import settings
-from attention_kernel_cases import run_inputs
+from attention_kernel_cases import run_inputs, settings
 from covering import parametrize_covering
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
 

@@ -15,10 +15,9 @@ from attention_cases import (
     make_mask,
     ours,
     reference,
-    settings,
 )
 from attention_cases import SEEN as SEEN_IN_ALL
-from attention_kernel_cases import check, dropped_elements, random_inputs, run
+from attention_kernel_cases import check, dropped_elements, random_inputs, run, settings
 from covering import exhaustive, parametrize_covering
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -173,7 +172,7 @@ DRAWS = [(KEY, 2**32 - 1, 0.4), (0x80000000_7FFFFFFF, 2**47, 0.5)]
 )
 def test_every_pass_drops_the_specified_elements_bit_for_bit(first_sample, p, key):
     sq, sk, b, a = 130, 131, 2, 1
-    chosen = settings(False, p, key, first_sample)
+    chosen = settings(False, p, key, first_sample=first_sample)
     expected = drop_mask(
         key,
         p,
