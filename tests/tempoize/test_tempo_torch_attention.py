@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from tiny_models import GROUPS
+from tiny_models import GROUPS, list_reasons
 from tiny_models import build as build_tiny
-from tiny_models import list_reasons as list_all_reasons
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
@@ -24,10 +23,6 @@ P = {"GPT2": "attn_pdrop", "Bert": "attention_probs_dropout_prob"}
 
 def build(name, p=0.0, dtype=torch.float64, **more):
     return build_tiny(name, dtype, 4.0, **{**more, P.get(name, "attention_dropout"): p})
-
-
-def list_attention(model):
-    return list_all_reasons(model, "attention")
 
 
 def loss_and_gradients(model, mask=None):
@@ -76,7 +71,7 @@ def test_padding_before_a_sample_leaves_loss_and_gradients_those_of_stock(name, 
     for place in find_places(ours):
         place.is_required = True
     assert_alike(loss_and_gradients(ours, mask), loss_and_gradients(build(name, **more), mask))
-    assert any(place.was_called for place in find_places(ours)) and list_attention(ours) == {"flash"}
+    assert any(place.was_called for place in find_places(ours)) and list_reasons(ours, "attention") == {"flash"}
 
 
 SPARSE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
@@ -95,7 +90,7 @@ def test_sparse_attention_stays_sparse_in_training_and_in_eval(name):
     assert_alike([found], [logits])
     assert (other - logits).abs().max() > 1e-2 * logits.abs().max()
     why = f'{name}Attention asks whether attn_implementation is "sdpa"'
-    assert [entry for entry in list_attention(ours) if why in entry]
+    assert [entry for entry in list_reasons(ours, "attention") if why in entry]
     with pytest.raises(ValueError, match=why):
         tempoize(build(name, **SPARSE), attention="flash")
 
@@ -119,7 +114,9 @@ def test_attention_that_changes_the_mask_of_eager_is_left_to_stock(has_source, t
         layer.self_attn.__class__ = changing
     expected = loss_and_gradients(model)
     assert_alike(loss_and_gradients(tempoize(model)), expected)
-    assert list_attention(model) == {'ChangingAttention changes its attention_mask, which has numbers for "eager" only'}
+    assert list_reasons(model, "attention") == {
+        'ChangingAttention changes its attention_mask, which has numbers for "eager" only'
+    }
 
 
 def attend_with(p=0.5, required=False, **more):
@@ -150,18 +147,18 @@ def test_a_keyword_that_tempos_attention_does_not_know_is_left_to_stock_or_refus
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
 def test_another_attention_that_is_set_later_is_in_the_report_and_refused_by_name(name):
     auto, flash = (tempoize(build("Llama", 0.5, **GROUPS), attention=each) for each in ("auto", "flash"))
-    assert list_attention(auto) == {"flash"}
+    assert list_reasons(auto, "attention") == {"flash"}
     for model in (auto, flash):
         model.set_attn_implementation(name)
     why = f'it has attn_implementation "{name}" since tempoize; call set_attn_implementation("tempo")'
-    assert list_attention(auto) == {why}
+    assert list_reasons(auto, "attention") == {why}
     loss_and_gradients(auto)
-    assert why in list_attention(auto) and "flash" not in list_attention(auto)
+    assert why in list_reasons(auto, "attention") and "flash" not in list_reasons(auto, "attention")
     with pytest.raises(ValueError, match=f'attention is "flash", but .* has attn_implementation "{name}" since'):
         loss_and_gradients(flash)
     for model in (auto, flash):
         model.set_attn_implementation("tempo")
-        assert list_attention(model) == {"flash"}
+        assert list_reasons(model, "attention") == {"flash"}
     set_step(flash, 0)
     assert torch.equal(loss_and_gradients(flash)[0], loss_and_gradients(tempoize(build("Llama", 0.5, **GROUPS)))[0])
     auto.set_attn_implementation(name)
@@ -172,5 +169,5 @@ def test_another_attention_that_is_set_before_the_first_forward_is_in_the_report
     model = tempoize(build("Llama", 0.5, **GROUPS))
     model.set_attn_implementation("eager")
     model(inputs_embeds=torch.randn(2, 13, 32).double(), labels=IDS)
-    found = " ".join(list_attention(model))
+    found = " ".join(list_reasons(model, "attention"))
     assert 'attn_implementation "eager" since tempoize' in found and "flash" not in found

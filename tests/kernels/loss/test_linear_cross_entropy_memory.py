@@ -127,14 +127,8 @@ def test_a_factor_of_the_loss_is_not_rounded_to_16_bits(chunk_tokens, fused, dev
     for grad_total in (1.0, factor):
         hidden.grad = weight.grad = None
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-        total, _ = linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            token_weights=torch.ones(B, S, device=device),
-            chunk_tokens=chunk_tokens,
-            gradient_accumulation_fusion=fused,
-        )
+        more = {"token_weights": torch.ones(B, S, device=device), "chunk_tokens": chunk_tokens}
+        total, _ = linear_cross_entropy(hidden, weight, labels, gradient_accumulation_fusion=fused, **more)
         (grad_total * total).backward()
         found.append((hidden.grad, weight.main_grad if fused else weight.grad))
     (grad_hidden, grad_weight), scaled = found

@@ -213,8 +213,6 @@ def test_any_strides(head):
 
 
 WEIGHTED = {"token_weights": torch.ones(B, S)}
-
-
 ASKED = [(LOSSES, {}), (LOSSES, WEIGHTED), (LOG_PROBS, {"temperature": 2.0})]
 
 
