@@ -48,7 +48,7 @@ def test_a_kill_while_a_copy_is_written_loses_nothing(data: Data, tmp_path: Path
     options = [*OPTIONS, "--save", str(save), "--load", str(save)]
     before = functools.partial(kill_rank_1_in_the_second_save, save)
     killed = run(data, tmp_path, *options, world_size=2, config=zero(1), before=before)
-    assert killed.exit_codes == [1, -9]
+    assert killed.exit_codes == [1, -9] and killed.output.count("error on rank 1 (") == 1
     lines = killed.output.splitlines()
     copied, saved = (
         next(number for number, line in enumerate(lines) if line.startswith(f"{what} the checkpoint of step 4"))
