@@ -75,7 +75,7 @@ TP_2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 @pytest.mark.parametrize(
     ("column", "trained", "predicted", "settings"),
     [
-        ("tempo", "--use-tempo", "", {"before": None}),
+        ("tempo", "--use-tempo", "", {"before": None}),  # what it calls beside itself is a new process
         ("stock", FULL, "--recompute full", {}),
         ("tempo", f"--use-tempo {TP_2}", "--tp 2 --sequence-parallel", {"world_size": 2}),
         *exhaustive(("stock", "", "", {}), ("stock", CORE_ATTENTION, "--recompute core_attn", {})),
