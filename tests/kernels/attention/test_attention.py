@@ -127,13 +127,15 @@ def test_parts_of_the_keys_make_the_whole(
     if dtype in (torch.float16, torch.bfloat16):
         assert_three_witnesses(parts, whole, tensors, grad, dtype)
         return
-    # The logsumexp's rounding stays in the probabilities, as no part has a whole row to normalise again.
+    # The logsumexp's rounding stays in the probabilities, as no part has a whole row to normalise again. Slopes bring
+    # later keys' scores to 14, and the logsumexp as far.
+    roundings = 8 if slopes is None else 64
     pairs = (
         outputs_and_gradients(parts, tensors, grad, dtype),
         outputs_and_gradients(whole, tensors, grad, torch.float64),
     )
     for found, expected in zip(*pairs, strict=True):
-        limit = 8 * torch.finfo(dtype).eps * expected.abs().max().item()
+        limit = roundings * torch.finfo(dtype).eps * expected.abs().max().item()
         torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=limit)
 
 
