@@ -25,7 +25,7 @@ def test_a_killed_rank_comes_back_and_the_run_ends_as_if_nothing_had_happened(da
     find_rank(process.pid, "1").kill()
     result = wait_for(process, tmp_path)
     assert result.exit_codes == [0], result.output
-    assert "its process has ended without a word" in result.output
+    assert "error on rank 1 (" in result.output
     assert "going on after step " in result.output and "finished after step 60" in result.output
     assert [record["iteration"] for record in result.of_kind("train")] == list(range(1, 61))
 
