@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import resolve_name
 
 from tempo_megatron.memory.tape.scopes import Scopes
 from tempo_torch import tempoize
@@ -172,6 +173,7 @@ CASES: dict[str, Case] = {
 @contextlib.contextmanager
 def with_bytes_of_a_gpu() -> Iterator[None]:
     """Stock keeps here what it keeps on a GPU: a byte per dropped element, and no s*s tensor for dropped attention."""
+    resolve_name(F.dropout)  # torch makes its table of names once, and must not find what stands here in them
     attend = F.scaled_dot_product_attention
 
     def drop(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
