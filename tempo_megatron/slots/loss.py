@@ -229,12 +229,9 @@ def _make_fused_class(cls: Any) -> Any:
     return Fused
 
 
-def _tell_head(cls: Any, method: str, labels_name: str) -> Callable[..., Any]:
-    """The method of a model's class, during which the output layer knows the labels that the method is given; with an
-    argument loss_mask where Megatron's has none."""
-    run: Any = getattr(cls, method)
-    names = list(inspect.signature(getattr(_find_base(cls), method)).parameters)[1:]
-    place, has_loss_mask = names.index(labels_name), "loss_mask" in names
+def _tell_head(run: Any, labels_name: str, place: int, *, has_loss_mask: bool) -> Callable[..., Any]:
+    """A method of a model, during which the output layer knows the labels that the method is given; with an argument
+    loss_mask where Megatron's has none. `place`: of the labels among its arguments."""
 
     @functools.wraps(run)
     def run_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -283,12 +280,21 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     Raises ValueError where `tempo_config.loss` is "fused" and the model or its configuration has what the fused head
     cannot do; "auto" leaves such a model as it is.
     """
-    if choose_loss(model, tempo_config)[0] == "off" or not model.post_process or get_loss_head(model) is not None:
+    if choose_loss(model, tempo_config)[0] == "off" or get_loss_head(model) is not None:
+        return
+    cls: Any = type(model)
+    method, labels_name = _ENTRIES[_find_base(cls).__name__]
+    arguments = list(inspect.signature(getattr(_find_base(cls), method)).parameters)[1:]
+    # A pipeline stage without an output layer is given a loss_mask too, and Megatron's may take none.
+    if model.post_process or "loss_mask" not in arguments:
+        place = arguments.index(labels_name)
+        told = _tell_head(getattr(cls, method), labels_name, place, has_loss_mask="loss_mask" in arguments)
+        setattr(model, method, types.MethodType(told, model))
+    if not model.post_process:
         return
     _count_predictions_of_fused_heads()
-    layer, cls = model.output_layer, type(model)
+    layer = model.output_layer
     layer.loss_head = LossHead(_get_logits_scale(model))
-    method, labels_name = _ENTRIES[_find_base(cls).__name__]
 
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Any:
         """The losses that the output layer returned, or Megatron's of real logits."""
@@ -300,7 +306,6 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
 
     methods: dict[tuple[Any, str], Callable[..., Any]] = {
         (layer, "forward"): forward_output_layer,
-        (model, method): _tell_head(cls, method, labels_name),
         (model, "compute_language_model_loss"): compute_language_model_loss,
         **({(model, "_scale_logits"): scale_logits} if hasattr(cls, "_scale_logits") else {}),  # since 0.17
     }
