@@ -144,7 +144,7 @@ def _describe(error: Exception) -> str:
 
 
 def _train(family: str) -> int:
-    """`tempo-pretrain-gpt` and launch/pretrain_gpt.py: the trainer, or one sentence where a package is missing."""
+    """The trainer of a family of models, or one sentence where a package is missing."""
     try:
         from tempo_megatron.training.main import train
     except MissingExtraError as error:
@@ -153,6 +153,7 @@ def _train(family: str) -> int:
     return train(None, family)
 
 
+# `tempo-pretrain-gpt` and launch/pretrain_gpt.py, and so on.
 pretrain_gpt, pretrain_bert, pretrain_t5 = (functools.partial(_train, family) for family in ("gpt", "bert", "t5"))
 
 

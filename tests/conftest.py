@@ -39,7 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = {item for item in items if is_left_out(item, config)}
     if config.getoption("--quick"):
-        dear = list_dear_files()
+        # A file that is named runs, whatever it takes.
+        dear = list_dear_files() - {config.invocation_params.dir / each.partition("::")[0] for each in config.args}
         left_out |= {item for item in items if item.path in dear and not item.get_closest_marker("quick")}
         # Of each test function one case.
         first: dict[str, pytest.Item] = {}
@@ -72,7 +73,11 @@ def is_left_out(item: pytest.Item, config: pytest.Config) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="one case of each test that needs neither a GPU nor seconds")
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="one case of each test that needs no GPU, without slow tests and dear files",
+    )
     parser.addoption("--exhaustive", action="store_true", help="also run the tests marked exhaustive: minutes more")
     parser.addoption("--seconds", metavar="FILE", help="write what each test file takes: see support/seconds.py")
     parser.addoption("--megatron-root", metavar="DIR", help="a Megatron-LM checkout (default: MEGATRON_LM_ROOT)")

@@ -261,7 +261,7 @@ TempoGPTModel, TempoBertModel, TempoT5Model = fused_gpt_class(), fused_bert_clas
 
 def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     """Give a built GPTModel, BertModel, T5Model or HybridModel the fused loss head, if `choose_loss` says so and the
-    model has an output layer.
+    model has an output layer. A BertModel or T5Model without one takes `loss_mask` from then on, and ignores it.
 
     It replaces methods of this one model and the forward of its output layer by attributes of the two objects. Both
     keep their class. No module, parameter, hook or checkpoint key changes, and ZeRO-3 gathers the output layer's weight
@@ -285,12 +285,12 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     cls: Any = type(model)
     method, labels_name = _ENTRIES[_find_base(cls).__name__]
     arguments = list(inspect.signature(getattr(_find_base(cls), method)).parameters)[1:]
-    # A pipeline stage without an output layer is given a loss_mask too, and Megatron's may take none.
-    if model.post_process or "loss_mask" not in arguments:
-        place = arguments.index(labels_name)
-        told = _tell_head(getattr(cls, method), labels_name, place, has_loss_mask="loss_mask" in arguments)
-        setattr(model, method, types.MethodType(told, model))
+    place, has_loss_mask = arguments.index(labels_name), "loss_mask" in arguments
+    tell_head = _tell_head(getattr(cls, method), labels_name, place, has_loss_mask=has_loss_mask)
     if not model.post_process:
+        # A pipeline stage without an output layer is given a loss_mask too, and stock BERT and T5 take none.
+        if not has_loss_mask:
+            setattr(model, method, types.MethodType(tell_head, model))
         return
     _count_predictions_of_fused_heads()
     layer = model.output_layer
@@ -306,6 +306,7 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
 
     methods: dict[tuple[Any, str], Callable[..., Any]] = {
         (layer, "forward"): forward_output_layer,
+        (model, method): tell_head,
         (model, "compute_language_model_loss"): compute_language_model_loss,
         **({(model, "_scale_logits"): scale_logits} if hasattr(cls, "_scale_logits") else {}),  # since 0.17
     }

@@ -196,6 +196,7 @@ class Planner:
     """
 
     measure: Callable[[Run], LayerRows] = staticmethod(measure_rows)
+    """Gives the rows of a run's layers, by which choices are priced."""
 
     def __init__(
         self, request: PlanRequest, note_estimate: NoteEstimate = lambda: None, *, tolerance: float = 0.005

@@ -79,7 +79,9 @@ def simulate_chunk(
     """
     arguments = _cut(run, layers), _find_ends(run, layers, **ends_given), has_gradients
     tried = (3, max(1, len(layers))) if longest_row is None else (longest_row,)
-    return next(found for each in tried if (found := _run_chunk(*arguments, each)))
+    found = next((found for each in tried if (found := _run_chunk(*arguments, each)) is not None), None)
+    assert found is not None
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
