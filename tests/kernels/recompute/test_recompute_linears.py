@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from distributed import run_megatron_ranks
 from gpt import build_gpt, gpt_config, losses
@@ -13,8 +15,11 @@ RECOMPUTE = TempoConfig(activation="recompute", norm="recompute")
 LINEARS = ("mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_qkv")
 
 
-def linear_inputs_alive(sequence_parallel, overrides):
-    """By linear behind a norm or an activation: whether its input's memory is in use when its layer is done."""
+def linear_inputs_alive(sequence_parallel, overrides, patience=0.0):
+    """By linear behind a norm or an activation: whether its input's memory is in use when its layer is done.
+
+    A thread of gloo lets go of what it has gathered some time after the call, hence `patience` in seconds.
+    """
     model = build_gpt(gpt_config(sequence_parallel=sequence_parallel, **overrides), RECOMPUTE)
     inputs, alive = {}, {}
     for name, module in model.named_modules():
@@ -27,6 +32,9 @@ def linear_inputs_alive(sequence_parallel, overrides):
     for layer in model.decoder.layers:
 
         def look(*_):
+            end = time.monotonic() + patience
+            while time.monotonic() < end and not all(memory.expired() for memory in inputs.values()):
+                time.sleep(0.001)
             alive.update({name: not memory.expired() for name, memory in inputs.items()})
 
         layer.register_forward_hook(look)
@@ -37,7 +45,7 @@ def linear_inputs_alive(sequence_parallel, overrides):
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_inputs_of_megatrons_linears_are_gone_when_their_layer_is_done(tp, sequence_parallel):
     names = [f"decoder.layers.{layer}.{name}" for layer in (0, 1) for name in LINEARS]
-    for alive in run_megatron_ranks(linear_inputs_alive, tp, tp, sequence_parallel, {}):
+    for alive in run_megatron_ranks(linear_inputs_alive, tp, tp, sequence_parallel, {}, 10.0):
         assert alive == dict.fromkeys(names, False)
 
 
