@@ -15,9 +15,8 @@ import torch
 import tempo_megatron
 from tempo_megatron.cli import main
 from tempo_megatron.cluster import installation as doctor
-from tempo_megatron.training import banner
-from tempo_megatron.training.run.arguments import parse_arguments
-from tempo_megatron.training.run.complete import divide_processes
+from tempo_megatron.training import job
+from tempo_megatron.training.run.arguments import divide_processes, parse_arguments
 
 ROOT = Path(__file__).parent.parent
 
@@ -86,7 +85,7 @@ def test_too_few_processes_name_the_option_that_starts_more() -> None:
 
 
 def test_banner_and_doctor_have_one_wording_for_what_an_operation_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert banner.describe_implementation is doctor.describe_implementation
+    assert job.describe_implementation is doctor.describe_implementation
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for obstacle, words in ((None, "plain torch, compiled where that pays"), ("no compiler", "plain torch")):
         monkeypatch.setattr(doctor, "get_obstacle", lambda found=obstacle: found)

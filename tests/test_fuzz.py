@@ -23,8 +23,12 @@ from training_job import Data, make_data
 from tempo_megatron.data.dataset_files import load_dataset_tokenizer, validate_dataset
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.training.checkpoint_files.files import find_fault, read_tensors
-from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder
-from tempo_megatron.training.checkpoint_files.integrity import describe_files, find_missing, write_description
+from tempo_megatron.training.checkpoint_files.folder import (
+    CheckpointFolder,
+    describe_files,
+    find_missing,
+    write_description,
+)
 from tempo_megatron.training.config_command import describe_settings
 from tempo_megatron.training.main import find_sentence_for_the_user
 from tempo_megatron.training.metrics import MetricsFile

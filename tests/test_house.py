@@ -233,7 +233,7 @@ def test_no_test_file_imports_another() -> None:
         ("tempo_megatron/slots/mlp.py", "launch.pretrain_gpt"),
         ("launch/pretrain_gpt.py", "tests.distributed"),
         ("tempo_megatron/memory/rank/estimate.py", "tempo_megatron.data.tokenizer.GPT2Tokenizer"),
-        ("tempo_megatron/roam/command.py", "tempo_megatron.training.planning.read_run"),
+        ("tempo_megatron/roam/command.py", "tempo_megatron.training.model.read_run"),
         ("tempo_megatron/models/shape.py", "tempo_megatron.memory.run.Run"),
     ],
 )

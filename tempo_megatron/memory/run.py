@@ -1,6 +1,6 @@
 """Run: what is trained and how, as the estimate, the planner and the report after out-of-memory take it.
 
-Four readers make one: `tempo_megatron.training.planning` reads the trainer's RunConfig,
+Four readers make one: `tempo_megatron.training.model` reads the trainer's RunConfig,
 `tempo_megatron.megatron_lm.run_reader` a run of Megatron-LM, `tempo_megatron.memory.megatron.read_command` the
 command that would start one, and `tempo_megatron.memory.commands.requested_run` the arguments of our own commands.
 """

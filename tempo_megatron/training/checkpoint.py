@@ -26,12 +26,14 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from tempo_megatron.disk import flush_all_to_disk
 from tempo_megatron.training.checkpoint_files.files import name_rank_file, read_tensors, try_to_write
-from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_unfinished, parse_iteration
-from tempo_megatron.training.checkpoint_files.integrity import (
+from tempo_megatron.training.checkpoint_files.folder import (
     FORMAT,
+    CheckpointFolder,
     Files,
     describe_files,
     describe_layout,
+    name_unfinished,
+    parse_iteration,
     write_description,
 )
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState

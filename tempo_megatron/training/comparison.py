@@ -62,19 +62,26 @@ def _pair_intervals(name: str, intervals: list[list[float]], form: str) -> list[
     return [(name, [statistics.median(stock), statistics.median(tempo), ratio], form)]
 
 
-def _summarize_run(path: str | Path) -> dict[str, Any]:
-    records = read_metrics(path)
-    train = [record for record in records if record["kind"] == "train" and record["loss"] is not None]
+def _read_run(path: str | Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns the steps whose loss is finite, and the validations."""
+    train, valid = (
+        [record for record in read_metrics(path) if record["kind"] == kind] for kind in ("train", "validation")
+    )
+    train = [record for record in train if record["loss"] is not None]
     if not train:
         raise ValueError(f"{path} holds no training step; give the metrics file of a run")
+    return train, valid
+
+
+def _summarize_run(path: str | Path) -> dict[str, Any]:
+    train, valid = _read_run(path)
     # Speed is measured per interval. The first one includes compilation and the growth of the allocator's cache.
     intervals = list({record["tokens_per_s"]: record for record in train}.values())
     intervals = intervals[1:] or intervals
-    validation = [record["loss"] for record in records if record["kind"] == "validation"]
     return {
         "steps": len(train),
         "loss": statistics.fmean(record["loss"] for record in train[-LAST_STEPS:]),
-        "validation": validation[-1] if validation else None,
+        "validation": valid[-1]["loss"] if valid else None,
         "tokens_per_s": [record["tokens_per_s"] for record in intervals],
         STEP_CPU: [record[STEP_CPU] for record in intervals if STEP_CPU in record],
     }
@@ -101,11 +108,8 @@ def plot_losses(runs: Mapping[str, str | Path], png: str | Path, title: str = "L
 
 
 def _draw_run(axes: Any, label: str, path: str | Path, colour: str, number: int) -> None:
-    records = [record for record in read_metrics(path) if record.get("loss") is not None]
-    train = [record for record in records if record["kind"] == "train"]
-    valid = [record for record in records if record["kind"] == "validation"]
-    if not train:
-        raise ValueError(f"{path} holds no training step; give the metrics file of a run")
+    train, valid = _read_run(path)
+    valid = [record for record in valid if record["loss"] is not None]
     style: Any = (0, (4, 2)) if number else "solid"
     steps, losses = [record["iteration"] for record in train], [record["loss"] for record in train]
     axes.plot(steps, losses, color=colour, linewidth=1.6, linestyle=style, label=f"{label}, training")

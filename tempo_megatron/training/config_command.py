@@ -10,12 +10,10 @@ from typing import Any
 import torch
 
 from tempo_megatron.models.shape_file import read_shape_file
-from tempo_megatron.training.facts import flatten
-from tempo_megatron.training.run.arguments import build_parser, parse_arguments
+from tempo_megatron.training.run.arguments import build_parser, complete_run, parse_arguments
 from tempo_megatron.training.run.checks import check_run
-from tempo_megatron.training.run.complete import complete_run
 from tempo_megatron.training.run.deepspeed_config import is_given, read_deepspeed_config
-from tempo_megatron.training.run.option import name_argument
+from tempo_megatron.training.run.option import flatten, name_argument
 from tempo_megatron.training.run.resume import TAKEN, read_saved_run, read_settings
 from tempo_megatron.training.run.run_config import OPTIONS
 from tempo_megatron.words.argument_types import parse_positive

@@ -193,7 +193,8 @@ class Engine:
         if self._computes_norm:
             self._grad_norm = compute_gradient_norm(self.deepspeed.module)
             if self._clip_grad > 0:
-                clip_gradients(self.deepspeed.module, self._grad_norm, self._clip_grad)
+                parameters = self.deepspeed.module.parameters()
+                torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, self._grad_norm)
         self._step(is_last=True)
         self.deepspeed.set_gradient_accumulation_boundary(False)
 
@@ -310,13 +311,6 @@ def _compute_norm(tensors: list[Tensor], device: torch.device, group: Any) -> Te
     squared = torch.stack(norms).square().sum()
     dist.all_reduce(squared, group=group)
     return squared.sqrt()
-
-
-@torch.no_grad()
-def clip_gradients(model: torch.nn.Module, norm: Tensor, highest: float) -> None:
-    """Scales gradients of this `norm` down to `highest`, as torch's clip_grad_norm_ does."""
-    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    torch._foreach_mul_(grads, (highest / (norm + 1e-6)).clamp(max=1.0))
 
 
 def refuse_stale_locks() -> None:

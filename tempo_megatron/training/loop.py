@@ -20,6 +20,7 @@ from tempo_megatron.training.engine import REMEDY, compute_parameter_norm
 from tempo_megatron.training.job import Job
 from tempo_megatron.training.metrics import (
     STEP_CPU,
+    StepProfile,
     StepTimer,
     Throughput,
     average_over,
@@ -27,13 +28,11 @@ from tempo_megatron.training.metrics import (
     read_clocks,
     read_metrics,
 )
+from tempo_megatron.training.model import read_run
 from tempo_megatron.training.pipeline import Schedule, is_last_stage, share_from_last_stage
-from tempo_megatron.training.planning import read_run
-from tempo_megatron.training.profile import StepProfile
-from tempo_megatron.training.ranks import raise_on_all_ranks
+from tempo_megatron.training.ranks import SAVE_NOW, Request, StopSignal, raise_on_all_ranks
 from tempo_megatron.training.tasks.datasets import BatchStream
 from tempo_megatron.training.tasks.task import LOSS, Batch
-from tempo_megatron.training.watch.stop_signal import SAVE_NOW, Request, StopSignal
 
 
 def run_job(job: Job) -> None:

@@ -16,17 +16,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tempo_megatron.beside import first_line, is_ours
-from tempo_megatron.cluster.ranks import set_rank_environment
-from tempo_megatron.training.run.arguments import parse_arguments
+from tempo_megatron.cluster.ranks import RankLog, find_launchers, set_rank_environment
+from tempo_megatron.training.run.arguments import complete_run, parse_arguments
 from tempo_megatron.training.run.checks import check_run, check_weights_fit
-from tempo_megatron.training.run.complete import complete_run
 from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.run.resume import read_saved_run
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.watch.rank_process import RankLog, find_launchers
 
 if TYPE_CHECKING:
-    from tempo_megatron.training.watch.team import Team
+    from tempo_megatron.training.team import Team
 
 # gloo's messages when a rank is gone. NCCL has none: the team ends its ranks.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
@@ -72,8 +70,7 @@ class _Attempt:
             self.run, saved = decide_without({})
             self.log.set_folder(self.run.log_dir)
             # This imports Megatron-core, which takes seconds and reads what _prepare_device has set.
-            from tempo_megatron.training.banner import announce
-            from tempo_megatron.training.job import Job
+            from tempo_megatron.training.job import Job, announce
             from tempo_megatron.training.loop import run_job
 
             self.job = Job(self.run, saved, launcher, decide_without, self.team)
@@ -111,12 +108,12 @@ class _Attempt:
     def _join(self, timeout_s: float, fault_timeout: float) -> None:
         """Joins the other ranks. A run of one process without a launcher has none, and imports torch later."""
         if int(os.environ["WORLD_SIZE"]) > 1 or find_launchers():
-            from tempo_megatron.training.watch.team import Team
+            from tempo_megatron.training.team import Team
 
             self.team = Team.join(self.log, timeout_s=timeout_s, fault_timeout=fault_timeout)
 
     def _report(self, error: Exception) -> None:
-        from tempo_megatron.training.watch.team import AgreedError
+        from tempo_megatron.training.team import AgreedError
 
         if self.team is not None and self.team.is_watched:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher's, as soon as a rank has ended: say why first
@@ -163,7 +160,7 @@ def _explain_lack_of_memory(error: Exception, run: RunConfig, job: Any) -> str |
 
     if not is_out_of_memory(error):
         return None
-    from tempo_megatron.training.planning import read_run
+    from tempo_megatron.training.model import read_run
 
     padded_vocab_size, known = (None, run) if job is None else (job.vocabulary.padded_size, job.run)
     sentence = f"out of memory: {first_line(error)}"

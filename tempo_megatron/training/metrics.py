@@ -1,4 +1,4 @@
-"""Logs a run from rank 0: a progress bar, lines, a JSON-lines file and TensorBoard.
+"""Logs a run from rank 0: a progress bar, lines, a JSON-lines file and TensorBoard; and records some of its steps.
 
 Losses stay on the device until a log interval ends, so that no step waits for the host.
 """
@@ -13,7 +13,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -316,3 +316,64 @@ class Throughput:
         if self._peak is not None:
             figures[MFU] = find_utilisation(self._flops, full_step_seconds, self._world_size, self._peak)
         return figures
+
+
+_MOST_EVENTS = 1_000_000  # of the allocator; older ones are forgotten
+
+
+class StepProfile:
+    """Records the steps from the first to the last, on the ranks that are asked for.
+
+    `trace_rankN.json` opens in Perfetto and in chrome://tracing; on a CPU it also shows the bytes that are allocated.
+    `memory_rankN.pickle`, for torch's memory viewer, exists on a GPU alone: torch keeps no history for a CPU.
+    `say` is told what was written.
+    """
+
+    def __init__(self, run: RunConfig, rank: int, say: Callable[[str], None]) -> None:
+        first, last = run.profile if run.profile is not None and rank in run.profile_ranks else (0, -1)
+        self._steps, self._on_gpu, self._say = range(first, last + 1), run.on_gpu, say
+        folder = Path(run.profile_dir or "")
+        self._trace, self._snapshot = folder / f"trace_rank{rank}.json", folder / f"memory_rank{rank}.pickle"
+        self._profiler: Any = None
+        self._latest = 0
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Runs a step inside; records it if it is one of those that are asked for."""
+        if number not in self._steps:
+            yield
+            return
+        if self._profiler is None:
+            self._start()
+        with torch.profiler.record_function(f"step {number}"):
+            yield
+        self._latest = number
+        if number == self._steps[-1]:
+            self.close()
+
+    def _start(self) -> None:
+        self._trace.parent.mkdir(parents=True, exist_ok=True)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._on_gpu:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
+        self._profiler.start()
+
+    def close(self) -> None:
+        """Writes what was recorded, if that has not been done: the run may end before the last step."""
+        if self._profiler is None:
+            return
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        self._profiler.stop()
+        unfinished = self._trace.with_suffix(".tmp.json")  # a reader never finds half a file
+        self._profiler.export_chrome_trace(str(unfinished))
+        os.replace(unfinished, self._trace)
+        written = f"{self._trace} for ui.perfetto.dev"
+        if self._on_gpu:
+            torch.cuda.memory._dump_snapshot(str(self._snapshot))
+            torch.cuda.memory._record_memory_history(enabled=None)
+            written += f", {self._snapshot} for pytorch.org/memory_viz"
+        self._profiler = None
+        self._say(f"recorded the steps up to {self._latest}: {written}")

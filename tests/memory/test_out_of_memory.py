@@ -81,10 +81,10 @@ def test_layers_that_block_leaves_are_not_taken_as_recomputed() -> None:
 
 def act_in_the_second_step(rank: int, act: Callable[[], None]) -> None:
     """Call act on one rank before the second step's forward."""
-    from tempo_megatron.training.tasks import next_token as next_token_task
+    from tempo_megatron.training.tasks import task
 
     fork_beside()
-    call, calls = next_token_task.PredictNextToken.__call__, []
+    call, calls = task.PredictNextToken.__call__, []
 
     def act_and_call(self: Any, *args: Any) -> Any:
         calls.extend([1] * torch.is_grad_enabled())  # without it a checkpoint is tried before it is saved
@@ -92,7 +92,7 @@ def act_in_the_second_step(rank: int, act: Callable[[], None]) -> None:
             act()
         return call(self, *args)
 
-    next_token_task.PredictNextToken.__call__ = act_and_call  # type: ignore[method-assign]
+    task.PredictNextToken.__call__ = act_and_call  # type: ignore[method-assign]
 
 
 def find_no_memory() -> None:

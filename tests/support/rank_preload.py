@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - every engine imports it, and it calls torch.compile
+import megatron.core.datasets.helpers  # noqa: F401 - as every run's data do
 import torch
 import torch._inductor.config
 

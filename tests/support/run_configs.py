@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.training.run.arguments import parse_arguments
+from tempo_megatron.training.run.arguments import complete_run, parse_arguments
 from tempo_megatron.training.run.checks import check_run
-from tempo_megatron.training.run.complete import complete_run
 from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.run.resume import read_saved_run
 from tempo_megatron.training.run.run_config import RunConfig

@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 from rank_processes import make_process
 
-from tempo_megatron.training.checkpoint_files.integrity import read_description, write_description
+from tempo_megatron.training.checkpoint_files.folder import read_description, write_description
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "pretrain_gpt.py"

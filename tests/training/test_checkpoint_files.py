@@ -17,11 +17,12 @@ from training_job import Call
 
 from tempo_megatron.disk import flush_all_to_disk
 from tempo_megatron.training.checkpoint_files.files import find_fault, read_tensors
-from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_checkpoint
-from tempo_megatron.training.checkpoint_files.integrity import (
+from tempo_megatron.training.checkpoint_files.folder import (
+    CheckpointFolder,
     describe_files,
     find_damage,
     find_missing,
+    name_checkpoint,
     read_description,
     write_description,
 )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from training_job import ROOT, Call, Data, MaskedData, describe_anew, limit_file
 
 from tempo_megatron.cli import main
 from tempo_megatron.models.huggingface.config import find_class
-from tempo_megatron.models.huggingface.tensors import list_modules, list_tensors
+from tempo_megatron.models.huggingface.tensors import list_tensors
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.models.shape_file import read_shape_file
 
@@ -46,11 +46,11 @@ CASES = {
 
 
 def find_marks(name: str) -> list[pytest.MarkDecorator]:
-    """Each stage of ZeRO, each kind of parallelism and each dtype; the rest with --exhaustive."""
+    """Of each optimizer of DeepSpeed's one, and tensor parallelism once: test_resharding.py reads the others' files."""
     if name == "one process, ZeRO 0":
         return []
-    often = name not in ("TP 2 + SP, DP 2, ZeRO 2", "TP 2 + SP, ZeRO 1, bf16")
-    return [pytest.mark.slow] if often else [pytest.mark.slow, pytest.mark.exhaustive]
+    often = name in ("TP 2 + SP, ZeRO 1, untied", "DP 2, ZeRO 1, bf16", "DP 3, ZeRO 3")
+    return [pytest.mark.slow] if often else [pytest.mark.exhaustive]
 
 
 @pytest.mark.parametrize(
@@ -95,61 +95,71 @@ def test_an_earlier_step_is_chosen_by_its_number(saved: Path, tmp_path: Path) ->
     assert not torch.equal(first["output_layer.weight"], last["output_layer.weight"])
 
 
-def damage(folder: Path, how: str) -> None:
-    checkpoint = folder / "iter_0000002"
-    optimizer = checkpoint / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
-    run_json = checkpoint / "run.json"
-    if how == "missing":
-        optimizer.unlink()
-    elif how == "cut off":
-        optimizer.write_bytes(optimizer.read_bytes()[: optimizer.stat().st_size // 2])
-    elif how == "code":
-        state = torch.load(optimizer, weights_only=False)
-        torch.save({**state, "more": Call(os.mkdir, str(folder / "executed"))}, optimizer)
-    elif how == "a bit":
-        content = bytearray(optimizer.read_bytes())
-        content[len(content) // 2] ^= 1
-        optimizer.write_bytes(content)
-    elif how == "a digit":
-        run_json.write_text(run_json.read_text().replace('"num_layers": 2', '"num_layers": 3'))
-    elif how == "a list":
-        run_json.write_text("[2]")
-    elif how == "another program's":
-        run_json.write_text(json.dumps({"model": "bert", "layers": 2}))
-    elif how == "another model":
-        describe_anew(checkpoint, num_layers=3)
-    elif how == "no class":
-        describe_anew(checkpoint, activation="squared_relu")
-    elif how == "another width":
-        describe_anew(checkpoint, ffn_hidden_size=512)
-    else:
-        describe_anew(checkpoint, format=3)
+OPTIMIZER = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        (
-            "missing",
-            "iter_0000002 lacks zero_pp_rank_0_mp_rank_01_optim_states.pt; give --iteration of another checkpoint",
-        ),
-        ("a bit", "zero_pp_rank_0_mp_rank_01_optim_states.pt is damaged: its content is not what was saved"),
-        ("a digit", "run.json is not what the trainer wrote: its checksum differs"),
-        ("cut off", "zero_pp_rank_0_mp_rank_01_optim_states.pt is damaged"),
-        ("code", "holds posix.mkdir where a checkpoint has only tensors and numbers; nothing of it was executed"),
-        ("a list", "is not a checkpoint of Tempo's trainer (run.json holds a list, expected an object)"),
-        ("another program's", "is not a checkpoint of Tempo's trainer; give another one"),
-        ("no class", "its activation is squared_relu, and that of the nearest one, GPT2LMHeadModel, is gelu"),
-        ("another model", "the model of run.json has decoder.layers.2.input_layernorm.weight, the checkpoint has not"),
-        ("another width", "linear_fc1.weight has the shape [256, 64], expected [512, 64]; give a checkpoint"),
-        ("old", "its run.json has format 3, expected 4; it is of another version"),
-    ],
-)
+def flip_bit(checkpoint: Path) -> None:
+    content = bytearray((checkpoint / OPTIMIZER).read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / OPTIMIZER).write_bytes(content)
+
+
+def cut_off(checkpoint: Path) -> None:
+    os.truncate(checkpoint / OPTIMIZER, (checkpoint / OPTIMIZER).stat().st_size // 2)
+
+
+def intrude(checkpoint: Path) -> None:
+    state = torch.load(checkpoint / OPTIMIZER, weights_only=False)
+    torch.save({**state, "more": Call(os.mknod, str(checkpoint.parent / "executed"))}, checkpoint / OPTIMIZER)
+
+
+def change_a_digit(checkpoint: Path) -> None:
+    text = (checkpoint / "run.json").read_text()
+    (checkpoint / "run.json").write_text(text.replace('"num_layers": 2', '"num_layers": 3'))
+
+
+def write(content: str) -> Callable[[Path], object]:
+    return lambda checkpoint: (checkpoint / "run.json").write_text(content)
+
+
+def describe(**changes: Any) -> Callable[[Path], object]:
+    return lambda checkpoint: describe_anew(checkpoint, **changes)
+
+
+NO_TRAINERS = "is not a checkpoint of Tempo's trainer"
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (
+        lambda checkpoint: (checkpoint / OPTIMIZER).unlink(),
+        f"iter_0000002 lacks {OPTIMIZER}; give --iteration of another checkpoint",
+    ),
+    "a bit": (flip_bit, f"{OPTIMIZER} is damaged: its content is not what was saved"),
+    "a digit": (change_a_digit, "run.json is not what the trainer wrote: its checksum differs"),
+    "cut off": (cut_off, f"{OPTIMIZER} is damaged"),
+    "code": (intrude, "holds posix.mknod where a checkpoint has only tensors and numbers; nothing of it was executed"),
+    "a list": (write("[2]"), f"{NO_TRAINERS} (run.json holds a list, expected an object)"),
+    "another program's": (write('{"model": "bert", "layers": 2}'), f"{NO_TRAINERS}; give another one"),
+    "no class": (
+        describe(activation="squared_relu"),
+        "its activation is squared_relu, and that of the nearest one, GPT2LMHeadModel, is gelu",
+    ),
+    "another model": (
+        describe(num_layers=3),
+        "the model of run.json has decoder.layers.2.input_layernorm.weight, the checkpoint has not",
+    ),
+    "another width": (
+        describe(ffn_hidden_size=512),
+        "linear_fc1.weight has the shape [256, 64], expected [512, 64]; give a checkpoint",
+    ),
+    "old": (describe(format=3), "its run.json has format 3, expected 4; it is of another version"),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), FAULTS.values(), ids=FAULTS)
 def test_what_cannot_be_exported_is_one_sentence_and_leaves_nothing(
-    saved: Path, tmp_path: Path, how: str, said: str, capsys: pytest.CaptureFixture[str]
+    saved: Path, tmp_path: Path, damage: Callable[[Path], object], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(saved, tmp_path / "save")
-    damage(tmp_path / "save", how)
+    damage(tmp_path / "save" / "iter_0000002")
     assert export(tmp_path / "save", tmp_path / "out" / "model.safetensors", "--format", "huggingface") == 2
     message = capsys.readouterr().err
     assert said in message and message.startswith("tempo-megatron export: ") and message.count("\n") == 1
@@ -249,24 +259,6 @@ def test_transformers_computes_the_same_with_every_class(
         assert loaded.config.eos_token_id == run_json["end_of_document"]
 
 
-@pytest.mark.slow
-def test_one_json_trains_resumes_and_leaves_as_a_qwen(data: Data, tmp_path: Path) -> None:
-    from transformers import Qwen3ForCausalLM
-
-    published = json.loads((ROOT / "configs" / "model" / "qwen3_0.6b.json").read_text())
-    sizes = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_query_groups": 2}
-    sizes |= {"kv_channels": 32, "seq_length": 64, "max_position_embeddings": 64, "vocab_size": 512}
-    (tmp_path / "model.json").write_text(json.dumps({**published, **sizes}))
-    words = ["--model", str(tmp_path / "model.json"), "--use-tempo", "--save", str(tmp_path / "save")]
-    words += ["--train-iters", "3"]
-    first = successful(run(data, tmp_path / "first", *words, "--exit-interval", "2", config=config_of(1, True)))
-    rest = successful(run(data, tmp_path / "rest", *words, "--load", str(tmp_path / "save"), config=config_of(1, True)))
-    assert (len(first.losses), len(rest.losses)) == (2, 1)
-    assert export(tmp_path / "save", tmp_path / "hf" / "model.safetensors", "--format", "huggingface") == 0
-    model = Qwen3ForCausalLM.from_pretrained(tmp_path / "hf")
-    assert model.config.head_dim == 32 and model.lm_head.weight is model.model.embed_tokens.weight
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -311,13 +303,3 @@ def test_a_published_model_has_a_class_or_is_one_sentence(file: str, said: str |
     else:
         with pytest.raises(ValueError, match=said):
             find_class(described)
-
-
-def test_gpt2_has_every_weight_under_another_name() -> None:
-    sizes = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 32, "num_attention_heads": 2, "seq_length": 4}
-    shape = make_shape(**sizes, vocab_size=5, untie_embeddings_and_output_weights=True)
-    run_json = {**shape.describe(), "padded_vocab_size": 5, "gelu_form": "erf"}
-    renamed = [part for each in list_tensors(run_json) for part in each.split(torch.randn(each.shape))]
-    assert len(renamed) == sum(len(kinds) for _, kinds in list_modules(run_json).values())
-    sizes_of = [each.shape for each in list_tensors(run_json)]
-    assert sum(part.numel() for part in renamed) == sum(math.prod(size) for size in sizes_of)

@@ -19,7 +19,7 @@ from training_job import Data, limit_file_size, run, successful
 
 from tempo_megatron.cli import main
 from tempo_megatron.training.checkpoint_files.export import read_weights
-from tempo_megatron.training.checkpoint_files.integrity import find_damage, read_description
+from tempo_megatron.training.checkpoint_files.folder import find_damage, read_description
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
 
 

@@ -95,7 +95,7 @@ def test_a_sample_is_framed_and_filled_with_the_tokenizers_own_tokens(data: Mask
 
 def samples_by_text(data: MaskedData, cache: str, seed: int) -> tuple[dict[Any, list[tuple[int, ...]]], list[Any]]:
     """Text of a sample -> where it was masked, each time it came; and all samples of the run in order."""
-    run = options(data, False, data_cache_path=cache, train_iters=1000, seed=seed)
+    run = options(data, False, data_cache_path=cache, train_iters=400, seed=seed)
     train = build_datasets(run, TASK, load_vocabulary(run, TASK).tokenizer).train
     found, order = defaultdict(list), []
     for number in range(0, len(train)):

@@ -61,24 +61,22 @@ def go(data: Data, folder: Path, layout: L, *options: str, config: dict[str, Any
 
 
 # Legs of one step each. The first layout also trains all steps alone, without a change.
-MASKS = [L(1, 1, 0), L(4, 1, 0, sp=True), L(1, 2, 2), L(2, 2, 3, sp=True), L(2, 1, 1)]
+MASKS = [L(1, 1, 0), L(2, 2, 3, sp=True), L(1, 2, 2), L(2, 1, 1)]
 # Every stage to every stage; every tensor parallel size to every other, with sequence parallelism and without.
 EVERY = [
     *(L(1, 1, 0), L(1, 4, 0), L(2, 2, 1, sp=True), L(1, 2, 0), L(4, 1, 2, sp=True), L(2, 1, 0), L(2, 2, 3)),
     *(L(4, 1, 1), L(4, 1, 1, sp=True), L(1, 4, 2), L(1, 2, 1), L(2, 2, 3, sp=True), L(4, 1, 2), L(2, 1, 2)),
     *(L(1, 4, 3), L(2, 2, 3), L(1, 1, 0)),
 ]
-STOCK_AND_TEMPO = [L(2, 1, 0), L(1, 2, 2), L(1, 2, 2)]  # the last leg has no other layout, so DeepSpeed itself loads
 # BF16_Optimizer, which is what stage 1 gets, and ZeRO's own hand over to each other.
 MASTERS = [L(1, 2, 1), L(2, 1, 3), L(1, 2, 2), L(2, 1, 1)]
-GATED = [L(1, 2, 1), L(4, 1, 3), L(2, 1, 0)]
+GATED = [L(1, 2, 1), L(4, 1, 3), L(2, 1, 0), L(2, 1, 0)]  # the last leg has no other layout, so DeepSpeed itself loads
 TEMPO, IN_TURNS = ("--use-tempo",), ("--no-use-tempo", "--use-tempo")
 # Arguments, what each leg has in turns, DeepSpeed JSON, layouts, how far losses may be from those of the whole run.
 CHAINS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any], list[L], float]] = {
     "masks": ((), TEMPO, {}, MASKS, LIMIT),
-    "stock and Tempo": (NO_DROPOUT, IN_TURNS, {}, STOCK_AND_TEMPO, LIMIT),
     "float32 masters": ((), TEMPO, BF16, MASTERS, 2e-3),
-    "gated, fewer groups than ranks": (LLAMA, TEMPO, {}, GATED, LIMIT),
+    "gated, fewer groups than ranks, stock and Tempo": ((*LLAMA, *NO_DROPOUT), IN_TURNS, {}, GATED, LIMIT),
     "every pair": ((), TEMPO, {}, EVERY, LIMIT),
     "gated, others": (LLAMA, TEMPO, {}, [L(4, 1, 2, sp=True), L(2, 2, 3), L(1, 1, 1)], LIMIT),
 }
@@ -117,7 +115,7 @@ def test_a_run_goes_on_from_layout_to_layout(
     for step, (source, target) in enumerate(itertools.pairwise(layouts), start=2):
         resumed = train(step, "--load", save, "--exit-interval", str(step))
         assert_same_states(
-            tmp_path / f"step{step}/loaded", tmp_path / f"step{step - 1}/saved{step - 1}", words == LLAMA
+            tmp_path / f"step{step}/loaded", tmp_path / f"step{step - 1}/saved{step - 1}", "--swiglu" in words
         )
         assert f"going on after step {step - 1}" in resumed.output
         assert str(source) == str(target) or f"{source} to {target}" in resumed.output

@@ -15,9 +15,9 @@ import pytest
 from rank_processes import make_process
 from training_job import Data, environment, free_port, run, zero
 
-from tempo_megatron.training.facts import find_difference, flatten
-from tempo_megatron.training.watch.rank_process import RankLog, find_launchers, is_launcher
-from tempo_megatron.training.watch.team import Team
+from tempo_megatron.cluster.ranks import RankLog, find_launchers, is_launcher
+from tempo_megatron.training.run.option import flatten
+from tempo_megatron.training.team import Team, find_difference
 
 
 def wait_as_rank(rank: int, folder: Path, what: str, limit: float, variables: dict[str, str]) -> None:

@@ -17,10 +17,9 @@ from training_job import zero
 
 from tempo_megatron.cli import main
 from tempo_megatron.training.config_command import main as show_config
-from tempo_megatron.training.planning import read_run
-from tempo_megatron.training.run.arguments import build_parser, parse_arguments
+from tempo_megatron.training.model import read_run
+from tempo_megatron.training.run.arguments import build_parser, complete_run, parse_arguments
 from tempo_megatron.training.run.checks import check_weights_fit
-from tempo_megatron.training.run.complete import complete_run
 from tempo_megatron.training.run.deepspeed_config import (
     copy_deepspeed_config,
     offloads_optimizer,
@@ -159,6 +158,8 @@ WRONG_CONFIGS: list[tuple[Any, str, str]] = [
     ({"TEMPO": {}}, "", '"TEMPO" is unknown; the nearest known name is "tempo"'),
     ({"tempo": {"activaton": "off"}}, "", "the nearest known name is tempo.activation"),
     ({"tempo": {"memory_budget": "8GiB", "layers": {"0": {"norm": "off"}}}}, "", "tempo.memory_budget are both given"),
+    ({"tempo": {"host_memory": "1GiB"}}, "", "tempo.host_memory is given without tempo.memory_budget"),
+    ({"tempo": {"memory_budget": "1GiB", "offload": "all"}}, "", "leave tempo.offload out, and give tempo.host_memory"),
     ({"zero_optimization": {"stge": 1}}, "", 'the nearest known name is "zero_optimization.stage"'),
     ({"optimiser": {}}, "", 'known name is "optimizer", which is not used here: the trainer builds'),
     ({"optimizer": {"type": "Adam"}}, "", '"optimizer" is not used here: the trainer builds AdamW itself'),

@@ -113,23 +113,21 @@ def test_budgets_between_tempo_and_stock_are_kept_and_change_no_loss(
     tempo, stock = (estimate(each, config, dtype) for each in (TempoConfig(), TempoConfig.off()))
     unplanned = run_stock(name)
     assert read_count(unplanned) > 0.97 * stock
-    for share in (0.0, 0.2) if dtype == torch.float32 else (0.2,):
-        budget = int(tempo + share * (stock - tempo))
-        block = {"memory_budget": f"{budget}B", "norm": "inplace"}
-        planned = successful(
-            run(data, tmp_path / str(share), *QUICKSTART, config={**config, "tempo": block}, before=count_bytes)
-        )
-        (record,) = planned.of_kind("run")
-        plan = record["plan"]
-        assert read_count(planned) <= plan["peak_bytes"] <= budget < read_count(unplanned)
-        assert plan["budget"] == budget and plan["block"]["norm"] == "inplace"
-        assert record["tempo"] == dataclasses.asdict(TempoConfig.from_dict(plan["block"]))
-        assert (
-            f"plan       budget {format_bytes(budget)}, estimated peak {format_bytes(plan['peak_bytes'])}, "
-            in planned.output
-        )
-        assert f"           {TempoConfig.from_dict(plan['block']).describe()}" in planned.output
-        assert planned.losses == pytest.approx(unplanned.losses, rel=1e-4 if dtype == torch.float32 else 2e-3)
+    share = 0.0 if dtype == torch.float32 else 0.2
+    budget = int(tempo + share * (stock - tempo))
+    block = {"memory_budget": f"{budget}B", "norm": "inplace"}
+    planned = successful(run(data, tmp_path, *QUICKSTART, config={**config, "tempo": block}, before=count_bytes))
+    (record,) = planned.of_kind("run")
+    plan = record["plan"]
+    assert read_count(planned) <= plan["peak_bytes"] <= budget < read_count(unplanned)
+    assert plan["budget"] == budget and plan["block"]["norm"] == "inplace"
+    assert record["tempo"] == dataclasses.asdict(TempoConfig.from_dict(plan["block"]))
+    assert (
+        f"plan       budget {format_bytes(budget)}, estimated peak {format_bytes(plan['peak_bytes'])}, "
+        in planned.output
+    )
+    assert f"           {TempoConfig.from_dict(plan['block']).describe()}" in planned.output
+    assert planned.losses == pytest.approx(unplanned.losses, rel=1e-4 if dtype == torch.float32 else 2e-3)
 
 
 @pytest.mark.slow
@@ -154,12 +152,6 @@ def test_a_budget_below_what_tempo_keeps_sends_rows_to_the_host_and_changes_no_l
     assert read_count(planned, "bytes,") == 2 * moved[0]
     assert read_count(planned, "host has") == read_count(planned, "a pool of") == plan["host_bytes"] == sum(moved)
     assert planned.losses == pytest.approx(run_stock(name).losses, rel=1e-4)
-    # The same plan with all of it left on the device needs more, and has the same losses bit for bit.
-    layers = {key: {**values, "offload": "off"} for key, values in plan["block"].get("layers", {}).items()}
-    staying = {**config, "tempo": {**plan["block"], "offload": "off", "layers": layers}}
-    kept = successful(run(data, tmp_path / "kept", *QUICKSTART, config=staying, before=count_bytes))
-    assert kept.losses_hex == planned.losses_hex
-    assert read_count(kept) > 1.01 * plan["peak_bytes"] and read_count(kept) > budget
 
 
 @pytest.mark.slow
@@ -193,30 +185,26 @@ def test_ranks_share_one_plan_and_resume_with_another(data: Data, tmp_path: Path
     assert second.losses == pytest.approx(whole.losses[2:], rel=1e-4)
 
 
+NOTHING_FITS = (
+    r"error: memory budget: 50.00 MiB a GPU may be filled, and the least that fits is \S+ GiB, \S+ GiB more: "
+    r"activation=.*; raise the budget, --tensor-model-parallel-size or --pipeline-model-parallel-size, or lower "
+    r"--micro-batch-size"
+)
+
+
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"host_memory": "1GiB"}, "tempo.host_memory is given without tempo.memory_budget"),
-        ({"memory_budget": "1GiB", "offload": "all"}, "leave tempo.offload out, and give tempo.host_memory"),
-        ({"memory_budget": "1GiB", "host_memory": "900TiB"}, "memory budget: tempo.host_memory is .* of this host are"),
+        ({"memory_budget": "50MiB"}, NOTHING_FITS),
+        (
+            {"memory_budget": "1GiB", "host_memory": "900TiB"},
+            "error: memory budget: tempo.host_memory is .* of this host are.*",
+        ),
     ],
 )
-def test_what_of_the_host_cannot_be_is_one_sentence(
+def test_what_cannot_be_planned_is_one_sentence(
     data: Data, tmp_path: Path, block: dict[str, str], message: str
 ) -> None:
     failed = run(data, tmp_path, *QUICKSTART, config={**zero(1), "tempo": block}, before=fork_beside)
     (line,) = [line for line in failed.output.splitlines() if line.startswith("error")]
-    assert failed.exit_codes == [1] and re.search(message, line)
-
-
-def test_an_impossible_budget_is_one_sentence(data: Data, tmp_path: Path) -> None:
-    words = [*QUICKSTART, "--use-tempo", "--tempo-memory-budget", "50MiB"]
-    failed = run(data, tmp_path, *words, config=zero(1), before=fork_beside)
-    assert failed.exit_codes == [1]
-    (line,) = [line for line in failed.output.splitlines() if line.startswith("error")]
-    assert re.fullmatch(
-        r"error: memory budget: 50.00 MiB a GPU may be filled, and the least that fits is \S+ GiB, \S+ GiB more: "
-        r"activation=.*; raise the budget, --tensor-model-parallel-size or --pipeline-model-parallel-size, or lower "
-        r"--micro-batch-size",
-        line,
-    )
+    assert failed.exit_codes == [1] and re.fullmatch(message, line)

@@ -16,8 +16,7 @@ from training_job import Call, Data
 
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.datasets import build_datasets, load_vocabulary, shard_batches
-from tempo_megatron.training.tasks.next_token import NextTokenTask, collate_tokens
-from tempo_megatron.training.tasks.task import Vocabulary
+from tempo_megatron.training.tasks.task import NextTokenTask, Vocabulary, collate_tokens
 
 TASK = NextTokenTask()
 HOW = "--split 10,2 --eval-iters 2 --global-batch-size 4".split()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import functools
 import json
-import math
 import os
 import signal
 import struct
@@ -119,27 +118,9 @@ def test_wandb_offline_has_them_in_the_order_of_steps(trained: Run, folder: Path
     assert {tag: found.get(tag) for tag in wanted} == wanted
 
 
-# Phase of the Trace Event Format, which Perfetto's importer reads -> what such an event has besides name, pid and tid.
-PHASES = {"X": ("ts", "dur"), "B": ("ts",), "E": ("ts",), "i": ("ts", "s"), "C": ("ts", "args"), "M": ("args",),
-          **dict.fromkeys("stfbne", ("ts", "id"))}  # fmt: skip
-
-
-def is_trace_event(event: dict[str, Any]) -> bool:
-    """Whether an event is one of the Trace Event Format: its phase, its fields, and their types."""
-    fields = PHASES.get(event.get("ph", ""))
-    if fields is None or not {"name", "pid", "tid", *fields} <= event.keys() or not isinstance(event["name"], str):
-        return False
-    times = [event[name] for name in ("ts", "dur") if name in fields]
-    is_timed = all(isinstance(at, (int, float)) and math.isfinite(at) and at >= 0 for at in times)
-    has_place = all(isinstance(event[name], (int, str)) for name in ("pid", "tid"))
-    return is_timed and has_place and event.get("s", "t") in ("g", "p", "t") and isinstance(event.get("args", {}), dict)
-
-
 def test_the_trace_has_the_steps_that_were_asked_for(trained: Run, folder: Path) -> None:
     trace = json.loads((folder / "save" / "profile" / "trace_rank0.json").read_text())
-    events = trace["traceEvents"]
-    assert not [event for event in events if not is_trace_event(event)]
-    names = {event["name"] for event in events}
+    names = {event["name"] for event in trace["traceEvents"]}
     assert {name for name in names if name.startswith("step ")} == {"step 3", "step 4"}
     assert "[memory]" in names
     assert "recorded the steps up to 4: " in trained.output

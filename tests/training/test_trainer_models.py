@@ -26,19 +26,12 @@ MODELS = {
     "Llama": LLAMA,
     "Llama 3.1's rope": [*LLAMA, "--rotary-base", "500000", "--use-rope-scaling"],
     "Qwen 2, biases of q, k and v": [*LLAMA, "--add-qkv-bias"],
-    "Qwen 3, norms of q and k": QWEN3,
-    "Mistral, a window": [*LLAMA, "--window-size", "16,0"],
+    "Qwen 3, norms of q and k, a window": [*QWEN3, "--window-size", "16,0"],
     "geglu": [*ROPE, "--geglu", "--rotary-percent", "0.5"],
     "squared relu": ["--squared-relu", "--position-embedding-type", "none", "--normalization", "RMSNorm"],
     "one group": ["--group-query-attention", "--swiglu"],
 }
-OFTEN = (
-    "latent attention, shared experts beside a dense layer",
-    "Qwen 3, norms of q and k",
-    "Mistral, a window",
-    "geglu",
-    "one group",
-)
+OFTEN = ("latent attention, shared experts beside a dense layer", "Qwen 3, norms of q and k, a window", "geglu")
 
 
 def train(data: Data, folder: Path, *words: str, **settings: Any) -> Run:
@@ -54,16 +47,12 @@ def train(data: Data, folder: Path, *words: str, **settings: Any) -> Run:
         for name, words in MODELS.items()
     ],
 )
-def test_stock_and_tempo_have_the_same_losses_on_one_process_and_on_two(
-    data: Data, tmp_path: Path, words: list[str]
-) -> None:
+def test_stock_and_tempo_have_the_same_losses(data: Data, tmp_path: Path, words: list[str]) -> None:
+    """On several processes: test_trainer_gradients.py."""
     stock = train(data, tmp_path / "stock", *words, *NO_DROPOUT, config=zero(1))
-    assert stock.losses[-1] < stock.losses[0]
-    # Qwen's norms of q and k have gradients to sum, with stock's modules too.
-    for switch in ("--use-tempo", "--no-use-tempo") if words == QWEN3 else ("--use-tempo",):
-        found = train(data, tmp_path / switch, *words, *SP, *NO_DROPOUT, switch, world_size=2, config=zero(1))
-        assert found.losses == pytest.approx(stock.losses, rel=1e-4), switch
-        assert ("off (stock)" in found.output) == (switch == "--no-use-tempo")
+    assert stock.losses[-1] < stock.losses[0] and "off (stock)" in stock.output
+    tempo = train(data, tmp_path / "tempo", *words, *NO_DROPOUT, "--use-tempo", config=zero(1))
+    assert tempo.losses == pytest.approx(stock.losses, rel=1e-4) and "off (stock)" not in tempo.output
 
 
 @pytest.mark.slow
@@ -113,21 +102,17 @@ def test_a_models_file_with_experts_trains_as_stock_at_a_small_width(data: Data,
 
 
 @pytest.mark.slow
-def test_experts_train_as_stock_in_each_layout_and_resume(data: Data, tmp_path: Path) -> None:
+def test_experts_train_as_stock_on_two_ranks_and_resume_on_one(data: Data, tmp_path: Path) -> None:
     words = [*QWEN3, *EXPERTS, *NO_DROPOUT]
     stock = train(data, tmp_path / "stock", *words, config=zero(1))
     # Without the routers' losses other weights come out.
     alone = train(data, tmp_path / "alone", *words, "--moe-aux-loss-coeff", "1e-9", config=zero(1))
     assert abs(alone.losses[-1] - stock.losses[-1]) > 1e-6 * stock.losses[-1]
-    # One micro batch a step on each of two processes: a micro batch's share of a step is another.
-    whole = train(data, tmp_path / "whole", *words, "--use-tempo", world_size=2, config=zero(3))
-    assert whole.losses == pytest.approx(stock.losses, rel=1e-6)
-    folder, two = tmp_path / "two", {"world_size": 2, "config": zero(1)}
+    folder = tmp_path / "two"
     save = ["--save", str(folder / "save"), "--save-interval", "2"]
-    divided = train(data, folder, *words, *SP, *save, "--use-tempo", **two)
+    divided = train(data, folder, *words, *SP, *save, "--use-tempo", world_size=2, config=zero(1))
     assert divided.losses == pytest.approx(stock.losses, rel=1e-6)
     (folder / "save" / "latest").write_text("iter_0000002")
     load = ["--load", str(folder / "save")]
-    assert train(data, tmp_path / "again", *load, *SP, **two).losses_hex == divided.losses_hex[2:]
     one = train(data, tmp_path / "one", *load, "--tensor-model-parallel-size", "1", config=zero(2))
     assert one.losses == pytest.approx(divided.losses[2:], rel=1e-6)

@@ -24,17 +24,18 @@ from tempo_megatron.extras import check_installed
 from tempo_megatron.models.huggingface.config import build_config, find_class, find_special_tokens
 from tempo_megatron.models.huggingface.tensors import list_tensors, list_zeros
 from tempo_megatron.models.shape_file import complete_description
-from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_checkpoint
-from tempo_megatron.training.checkpoint_files.import_command import TOKENIZER_FILES, TOKENIZER_FOLDER
-from tempo_megatron.training.checkpoint_files.integrity import (
+from tempo_megatron.training.checkpoint_files.folder import (
     IMPORTED,
     RUN_FILE,
+    CheckpointFolder,
     check_format,
     describe_layout,
     find_damage,
     find_missing,
+    name_checkpoint,
     read_description,
 )
+from tempo_megatron.training.checkpoint_files.import_command import TOKENIZER_FILES, TOKENIZER_FOLDER
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
 from tempo_megatron.training.checkpoint_files.tensor_file import write_tensors
 

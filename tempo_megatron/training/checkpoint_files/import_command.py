@@ -27,8 +27,12 @@ from tempo_megatron.models.huggingface.tensors import Converted, list_tensors, l
 from tempo_megatron.models.layout import pad_vocab_size
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.training.checkpoint_files.files import name_rank_file, try_to_write
-from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder
-from tempo_megatron.training.checkpoint_files.integrity import IMPORTED, describe_files, write_description
+from tempo_megatron.training.checkpoint_files.folder import (
+    IMPORTED,
+    CheckpointFolder,
+    describe_files,
+    write_description,
+)
 from tempo_megatron.training.checkpoint_files.saved_state import WEIGHTS_FILE
 from tempo_megatron.training.checkpoint_files.sharding import Box, Cut, Fragment
 from tempo_megatron.training.checkpoint_files.tensor_file import DTYPES, Layout, TensorFiles, write_tensors

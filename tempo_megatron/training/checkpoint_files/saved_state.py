@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tempo_megatron.training.checkpoint_files.files import name_rank_file, read_tensors
-from tempo_megatron.training.checkpoint_files.integrity import IMPORTED
+from tempo_megatron.training.checkpoint_files.folder import IMPORTED
 from tempo_megatron.training.checkpoint_files.sharding import MOMENTS, Box, Cut, Fragment, overlap
 from tempo_megatron.training.checkpoint_files.tensor_file import TensorFiles
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
@@ -123,3 +123,16 @@ def add_options(parser: argparse.ArgumentParser, kind: type, family: str) -> Non
 def name_argument(field: str) -> str:
     """`--lr-decay-style` of lr_decay_style."""
     return f"--{field.replace('_', '-')}"
+
+
+def flatten(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Flattens `{"setting": {"deepspeed": {"stage": 1}}}` to `{"setting deepspeed.stage": 1}`."""
+
+    def walk(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if not isinstance(value, Mapping):
+            yield name, value
+            return
+        for key, inner in value.items():
+            yield from walk(f"{name}.{key}" if " " in name else f"{name} {key}", inner)
+
+    return dict(pair for kind, block in facts.items() for pair in walk(kind, block))

@@ -19,18 +19,17 @@ from tempo_megatron.models.arguments import name_option
 from tempo_megatron.models.shape import NAMES
 from tempo_megatron.models.shape_file import complete_description
 from tempo_megatron.settings.config import BUDGET, HOST_MEMORY, TempoConfig
-from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder
-from tempo_megatron.training.checkpoint_files.integrity import (
+from tempo_megatron.training.checkpoint_files.folder import (
     IMPORTED,
+    CheckpointFolder,
     check_format,
     find_missing,
     read_description,
 )
-from tempo_megatron.training.facts import flatten
 from tempo_megatron.training.run.deepspeed_config import is_given
 from tempo_megatron.training.run.masking import MASKINGS
 from tempo_megatron.training.run.option import SCHEDULE as OF_SCHEDULE
-from tempo_megatron.training.run.option import list_options, name_argument
+from tempo_megatron.training.run.option import flatten, list_options, name_argument
 from tempo_megatron.training.run.run_config import OPTIONS
 from tempo_megatron.words.deepspeed_json import BATCH_KEYS
 

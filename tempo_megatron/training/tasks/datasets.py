@@ -16,11 +16,10 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 
 from tempo_megatron.data.dataset_files import Sidecar, check_presence, load_dataset_tokenizer, validate_dataset
 from tempo_megatron.models.layout import pad_vocab_size
-from tempo_megatron.training.checkpoint_files.integrity import hash_file
-from tempo_megatron.training.ranks import gather
+from tempo_megatron.training.checkpoint_files.folder import hash_file
+from tempo_megatron.training.ranks import gather, ignore_stop_signals
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.task import Batch, Collate, Task, Vocabulary
-from tempo_megatron.training.watch.stop_signal import ignore_stop_signals
 
 
 def load_vocabulary(run: RunConfig, task: Task) -> Vocabulary:

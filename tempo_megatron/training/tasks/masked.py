@@ -14,6 +14,7 @@ more than fit into the decoder, Megatron's dataset fails; here those stay in the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -165,6 +166,7 @@ def collate_masked(samples: Sequence[Mapping[str, Any]], vocab_size: int, pad: i
     return batch
 
 
+@dataclasses.dataclass(frozen=True)
 class PredictMasked(ForwardStep):
     """The ForwardStep of BERT and RoBERTa.
 
@@ -172,8 +174,8 @@ class PredictMasked(ForwardStep):
     which computes gradients in forward and so needs the mask.
     """
 
-    def __init__(self, has_segments: bool, fuses_loss: bool) -> None:
-        self.has_segments, self.fuses_loss = has_segments, fuses_loss
+    has_segments: bool
+    fuses_loss: bool
 
     def run_model(self, model: Any, batch: Mapping[str, Tensor]) -> Any:
         return model(
@@ -303,11 +305,11 @@ def hide_padding(queries: Tensor, keys: Tensor) -> Tensor:
     return ~((queries[:, :, None] > 0) & (keys[:, None, :] > 0)).unsqueeze(1)
 
 
+@dataclasses.dataclass(frozen=True)
 class FillInSpans(ForwardStep):
     """The ForwardStep of T5; with `fuses_loss` of a TempoT5Model, which needs the mask as a TempoBertModel does."""
 
-    def __init__(self, fuses_loss: bool) -> None:
-        self.fuses_loss = fuses_loss
+    fuses_loss: bool
 
     def run_model(self, model: Any, batch: Mapping[str, Tensor]) -> Any:
         encoder, decoder = batch["encoder_mask"], batch["decoder_mask"]

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,8 +30,8 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-from tempo_megatron.training.facts import find_difference
-from tempo_megatron.training.watch.rank_process import RankLog, find_launchers, has_ended
+from tempo_megatron.cluster.ranks import RankLog, find_launchers, has_ended
+from tempo_megatron.training.run.option import flatten
 
 _BEAT_SECONDS = 1.0
 _MISSED_BEATS = 3  # fewer may be a busy machine's
@@ -266,6 +266,41 @@ def _say_silent(seconds: float) -> str:
         f"nothing has come from it for {seconds:.0f} s: its process was killed or stopped, its host is down, or its "
         "link is cut"
     )
+
+
+_ABSENT = object()
+
+
+def find_difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
+    """Says in one sentence how the first rank that differs from rank 0 differs; returns None if none does.
+
+    `facts` are collect_facts of each rank, and "host".
+    """
+    first = flatten(facts[0])
+    for rank, other in enumerate(facts[1:], start=1):
+        found = flatten(other)
+        names = [name for name in {**first, **found} if _is_other(name, first, found)]
+        if names:
+            name = names[0]
+            more = f" ({len(names) - 1} more: {', '.join(names[1:4])})" if names[1:] else ""
+            return (
+                f"the ranks are not of one run: {name} is {_write(found, name)} on rank {rank} ({other['host']}) and "
+                f"{_write(first, name)} on rank 0 ({facts[0]['host']}){more}; start every rank with the same command "
+                "line, files, packages and environment"
+            )
+    return None
+
+
+def _is_other(name: str, first: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    if name == "host":
+        return False
+    if name.startswith("data content of set "):  # only the first rank of a node has it
+        return name in first and name in found and bool(first[name] != found[name])
+    return bool(first.get(name, _ABSENT) != found.get(name, _ABSENT))
+
+
+def _write(facts: Mapping[str, Any], name: str) -> str:
+    return repr(facts[name]) if name in facts else "not set"
 
 
 STORE = "tempo://"

@@ -1,1 +1,0 @@
-"""Ranks that notice one another's end: team, stop signal."""
