@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_megatron_ranks, run_ranks
-
-from tempo_kernels import compiled
+from distributed import run_ranks
 
 
 def sum_over_ranks(offset: int) -> tuple[int, torch.Tensor]:
@@ -28,19 +25,6 @@ def end_in_rank_1(how: str) -> None:
     if how == "die":
         os._exit(7)
     time.sleep(600)
-
-
-def list_modules_that_compiling_imports() -> tuple[int, set[str]]:
-    """Also how many threads the rank had before."""
-    num_threads, before = len(os.listdir("/proc/self/task")), set(sys.modules)
-    compiled.get_obstacle()
-    return num_threads, set(sys.modules) - before
-
-
-def layout() -> tuple[int, int]:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
 
 
 def test_results_come_back_by_rank() -> None:
@@ -60,13 +44,3 @@ def test_results_come_back_by_rank() -> None:
 def test_a_rank_that_fails_dies_or_hangs_is_named_with_the_cause(how: str, message: str, options: dict) -> None:
     with pytest.raises(RuntimeError, match=message):
         run_ranks(end_in_rank_1, 2, how, **options)
-
-
-def test_megatron_ranks_are_laid_out_tensor_parallel_first() -> None:
-    assert run_megatron_ranks(layout, 4, 2) == [(0, 0), (1, 0), (0, 1), (1, 1)]
-
-
-def test_a_rank_finds_what_is_slow_to_import_done() -> None:
-    ((num_threads, imported),) = run_ranks(list_modules_that_compiling_imports, 1)
-    assert {name for name in imported if name.startswith("torch.") and "compile_tasks" not in name} == set()
-    assert num_threads < 10

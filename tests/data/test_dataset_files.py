@@ -53,15 +53,12 @@ def test_data_of_megatron_lm_is_checked_by_its_tokens(tmp_path: Path) -> None:
         validate_dataset(prefix, 100)
 
 
-@pytest.mark.parametrize("place", [0, 1, 499, 500, 777, 998, 999])
-def test_every_token_is_looked_at_up_to_the_limit(place: int, tmp_path: Path) -> None:
-    prefix = megatron_data(tmp_path / "data", [[5] * place + [50] + [5] * (999 - place)])
-    for scan_bytes in (1 << 30, 2000):
-        with pytest.raises(ValueError, match="has the token 50"):
-            validate_dataset(prefix, 50, scan_bytes=scan_bytes)
-
-
-def test_beyond_the_limit_a_sample_is_looked_at(tmp_path: Path) -> None:
+def test_every_token_is_looked_at_up_to_the_limit_and_a_sample_beyond(tmp_path: Path) -> None:
+    for place in (0, 499, 777, 999):
+        prefix = megatron_data(tmp_path / "data", [[5] * place + [50] + [5] * (999 - place)])
+        for scan_bytes in (1 << 30, 2000):
+            with pytest.raises(ValueError, match="has the token 50"):
+                validate_dataset(prefix, 50, scan_bytes=scan_bytes)
     prefix = megatron_data(tmp_path / "data", [[5] * 500 + [50] + [5] * 499])
     validate_dataset(prefix, 50, scan_bytes=20)
     with pytest.raises(ValueError, match="has the token 5,"):
@@ -146,17 +143,6 @@ def test_a_tokenizer_file_outside_of_the_data_sets_directory_is_refused(
     with pytest.raises(ValueError, match=f"names the tokenizer file {name}, which is outside of its directory"):
         load_dataset_tokenizer(prepared)
     assert load_dataset_tokenizer(prepared, prepared + "-vocab.json", prepared + "-merges.txt").vocab_size > 256
-
-
-def test_a_given_tokenizer_from_elsewhere_is_copied_beside_the_data(prepared: str, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    prefix = str(tmp_path / "data" / "new")
-    files = ["--vocab-file", prepared + "-vocab.json", "--merge-file", prepared + "-merges.txt"]
-    assert main(["--input", str(tmp_path / "a.txt"), "--output-prefix", prefix, "--workers", "1", *files]) == 0
-    assert Path(prefix + ".bin").read_bytes() == Path(prepared + ".bin").read_bytes()
-    shutil.move(str(tmp_path / "data"), str(tmp_path / "moved"))
-    tokenizer = load_dataset_tokenizer(str(tmp_path / "moved" / "new"))
-    assert tokenizer.unique_identifiers == load_dataset_tokenizer(prepared).unique_identifiers
 
 
 def test_a_description_edited_by_hand_is_refused(prepared: str) -> None:

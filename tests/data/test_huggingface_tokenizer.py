@@ -94,20 +94,3 @@ def test_a_broken_folder_is_one_sentence(name: str, tmp_path: Path) -> None:
     (folder / file).write_text(content)
     with pytest.raises(DataError, match=sentence):
         HuggingFaceTokenizer(str(folder / "tokenizer.json"), str(folder / "tokenizer_config.json"))
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--tokenizer-type HuggingFaceTokenizer", "takes the tokenizer of --tokenizer-model; give that"),
-        ("--tokenizer-model .", "is for --tokenizer-type HuggingFaceTokenizer alone"),
-        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model .", "has no tokenizer.json"),
-    ],
-)
-def test_a_wrong_command_is_one_sentence(
-    words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        main(["--input", "x", "--output-prefix", "y", *words.split()])
-    assert sentence in capsys.readouterr().err

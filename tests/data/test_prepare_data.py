@@ -67,12 +67,11 @@ def test_text_files_round_trip_through_megatrons_reader(tmp_path: Path) -> None:
     assert sidecar.source_bytes == sum(len(text.encode()) for text in texts)
 
 
-@pytest.mark.parametrize("name", ["lines.jsonl", "lines.JSONL", "lines.Json"])
-def test_json_lines_round_trip(name: str, tmp_path: Path) -> None:
+def test_json_lines_round_trip(tmp_path: Path) -> None:
     texts = ["one", "zwei ä\n", "三\u2028", "", "four"]
     lines = b"\xef\xbb\xbf" + to_lines(texts, key="body").replace(b"\n", b"\r\n\n").rstrip()
-    (path,) = write(tmp_path, {name: lines})
-    for given in ([path], [tmp_path, "--extensions", ".json", ".JSONL"]):
+    (path,) = write(tmp_path, {"lines.Json": lines})
+    for given in ([path], [tmp_path, "--extensions", ".JSON"]):
         prepare(tmp_path / "out", "--input", *given, "--json-key", "body")
         assert read_documents(tmp_path / "out") == [text for text in texts if text]
 
@@ -253,10 +252,3 @@ def test_bad_lines_of_a_text_in_several_pieces(tmp_path: Path) -> None:
     prepare(tmp_path / "out", "--input", *files, "--skip-bad-lines", piece_bytes=10)
     good = b"".join(line for line in lines if line != b"\xff\n").decode()
     assert read_documents(tmp_path / "out") == [good, "the next document"]
-
-
-def test_without_bad_lines_the_option_changes_nothing(tmp_path: Path) -> None:
-    files = write(tmp_path, {"a.txt": "naïve\r\n\u2028\x0b\x85 x", "lines.jsonl": to_lines(GOOD)})
-    prepare(tmp_path / "with", "--input", *files, "--skip-bad-lines")
-    prepare(tmp_path / "without", "--input", *files)
-    assert content(tmp_path / "with") == content(tmp_path / "without")

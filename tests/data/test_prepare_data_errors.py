@@ -204,6 +204,9 @@ def test_an_error_on_the_disk_or_in_the_input_leaves_the_old_output(
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
 
 
+OF_MODEL = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -217,6 +220,9 @@ def test_an_error_on_the_disk_or_in_the_input_leaves_the_old_output(
         (["--input-stdlib", "--extensions", ".py"], "--extensions chooses files of a directory tree"),
         (["--input", __file__, "--vocab-file", "v", "--merge-file", "m", "--vocab-size", "300"], "--vocab-size is for"),
         (["--input", __file__, "--vocab-file", "v", "--merge-file", "m", "--train-bytes", "3M"], "--train-bytes is f"),
+        (["--input-stdlib", *OF_MODEL[:2]], "takes the tokenizer of --tokenizer-model; give that"),
+        (["--input-stdlib", *OF_MODEL[2:]], "is for --tokenizer-type HuggingFaceTokenizer alone"),
+        (["--input-stdlib", *OF_MODEL], "has no tokenizer.json"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(

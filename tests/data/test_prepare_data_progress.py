@@ -4,8 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -48,22 +46,6 @@ def test_the_line_tells_rate_and_time_left() -> None:
 def test_a_short_run_prints_no_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(write_command(tmp_path, "some words")) == 0
     assert capsys.readouterr().err == ""
-
-
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with show_progress(OPTIONS, "tokenizing", 1000) as bar:
-        bar.n = 500
-        time.sleep(0.5)
-        bar.n = 1000
-    assert "tokenizing: 100%" in capsys.readouterr().err.replace("\r", "\n").splitlines()[-1]
-
-
-def test_an_error_ends_the_lines() -> None:
-    before = threading.active_count()
-    with pytest.raises(ValueError, match="x"), show_progress(OPTIONS, "tokenizing", 10):
-        raise ValueError("x")
-    assert threading.active_count() <= before
 
 
 def test_the_command_calls_itself_by_the_name_that_was_typed(
