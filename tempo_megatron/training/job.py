@@ -73,10 +73,11 @@ class Job:
         self.choices = choose(transformer_config, run.tempo)
         # From here on run.tempo holds no "auto".
         self.run = run = dataclasses.replace(run, tempo=self.choices.config)
-        # Model, data, engine
+        # Model and data
         built = model.build_model(run, transformer_config, self.choices, self.vocabulary.padded_size)
         self.datasets = build_datasets(run, self.task, self.vocabulary.tokenizer)
         self.tempo_report = model.report_on_all(built, self.choices)
+        # Engine
         self.engine = engine.Engine(built, run)  # it marks what tensor parallelism divides
         self.parameters = model.count_all_parameters(built, run.tensor_model_parallel_size)
         self.offloading = offload_layers(
@@ -87,6 +88,7 @@ class Job:
         checks = LayerChecks(lambda line: self.log.say(line), build_layer)
         for chunk in list_chunks(self.engine.deepspeed.module):
             checks.add(chunk, run.tempo)
+        # Checkpoints and log
         self.description = checkpoint.describe_run(
             run,
             self.vocabulary,
