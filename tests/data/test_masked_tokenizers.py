@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import BertWordPieceTokenizer
 
-from tempo_megatron.data.masked_tokenizers import (
+from tempo_megatron.data.tokenizer_types import (
     CasedWordPieceTokenizer,
     LowerCaseWordPieceTokenizer,
     RobertaTokenizer,
@@ -63,7 +63,7 @@ def test_words_begin_where_they_begin(tmp_path: Path) -> None:
 def test_a_trained_vocabulary_depends_on_the_texts_alone(name: str, tmp_path: Path) -> None:
     # In another process, whose hash tables have another order.
     script = (
-        f"import sys; from tempo_megatron.data.masked_tokenizers import {name} as T; "
+        f"import sys; from tempo_megatron.data.tokenizer_types import {name} as T; "
         f"print(T.train({TEXTS * 5!r}, 300, sys.argv[1]).unique_identifiers)"
     )
     found = set()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from training_job import BF16, Call, Data, Run, run, successful, zero
 
-from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_checkpoint
+from tempo_megatron.training.checkpoint_files.folder import name_checkpoint
 from tempo_megatron.training.team import Team
 
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -170,34 +170,7 @@ def test_only_the_newest_checkpoints_stay(data: Data, tmp_path: Path) -> None:
     assert names == ["iter_0000003", "iter_0000004"]
 
 
-def block_a_file() -> None:
-    """In a rank: put a folder where a file of the checkpoint goes."""
-    begin = CheckpointFolder.begin
-
-    def blocked(self: CheckpointFolder, iteration: int) -> str:
-        folder = begin(self, iteration)
-        (self.path / folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt").mkdir()
-        return folder
-
-    CheckpointFolder.begin = blocked  # type: ignore[method-assign]
-
-
 LONGER = ["--train-iters", "8", "--lr-decay-iters", "6"]
-
-
-@pytest.mark.slow
-def test_a_failed_save_leaves_nothing_and_the_checkpoint_before(
-    data: Data, whole: tuple[Path, Run], tmp_path: Path
-) -> None:
-    """Rank 0 cannot write its optimizer states: a folder stands where the file has to go. In test_kills.py rank 1's
-    disk is full."""
-    save = tmp_path / "save"
-    shutil.copytree(whole[0], save)
-    failed = resume(data, tmp_path, *LONGER, "--save", str(save), before=block_a_file)
-    assert failed.exit_codes == [1, 1]
-    assert "the checkpoint of step 8 cannot be written" in failed.output
-    assert "Traceback" not in failed.output
-    assert not list(save.glob("*.tmp")) and (save / "latest").read_text().strip() == "iter_0000006"
 
 
 def test_a_folder_without_latest_goes_on_from_its_newest_checkpoint(

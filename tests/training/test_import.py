@@ -134,35 +134,6 @@ def test_a_llama_is_imported_trained_at_tp_2_and_loaded_by_transformers(
     assert (found - expected).abs().max() <= 2e-5 * float(expected.abs().max())
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("world_size", "stage", "words"),
-    [
-        pytest.param(2, 1, ["--pipeline-model-parallel-size", "2"], id="PP 2"),
-        pytest.param(2, 3, [], id="DP 2, ZeRO 3"),
-        pytest.param(2, 2, ["--bf16"], id="DP 2, ZeRO 2, bf16"),
-        pytest.param(1, 0, [], id="one process"),
-        pytest.param(
-            *(2, 1, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]), id="Mixtral, TP 2 + SP, ZeRO 1"
-        ),
-    ],
-)
-def test_every_layout_begins_with_the_imported_weights(
-    data: Data, llama: Path, tmp_path: Path, world_size: int, stage: int, words: list[str]
-) -> None:
-    """One step at a rate that changes no weight."""
-    has_experts = "--sequence-parallel" in words
-    source = save(build("Mixtral", vocab_size=512), tmp_path / "mixtral") if has_experts else llama
-    assert import_model(source, tmp_path / "imported") == 0
-    begin = ["--pretrained-checkpoint", str(tmp_path / "imported"), "--save", str(tmp_path / "save")]
-    begin += [*OF_MODEL, "--train-iters", "1", "--lr", "1e-30", "--seq-length", "32"]
-    config = {"zero_optimization": {"stage": stage}}
-    successful(run(data, tmp_path, *begin, *words, world_size=world_size, config=config))
-    found, wanted = read_trained(tmp_path / "save" / "iter_0000001"), read_trained(tmp_path / "imported/iter_0000000")
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], value) for name, value in wanted.items())
-
-
 def change_config(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())

@@ -137,7 +137,7 @@ def check_same(found: Run, wanted: Run) -> None:
 FULL = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1")
 EVAL = ("--eval-iters", "1", "--eval-interval", "4")
 OFTEN = [
-    ("gpt", Layout(pp=4)),
+    ("gpt", Layout(pp=2)),
     ("gpt", Layout(pp=2, tp=2, zero=1, interleaves=True, more=FULL, cut="Et|t*2|t|L")),
     ("bert", Layout(pp=2, interleaves=True, more=(*EVAL, "--recompute-activations"))),
 ]

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from training_job import Data, Run, fork_beside, run, successful, zero
+from covering import exhaustive
+from training_job import BF16, Data, Run, fork_beside, run, successful, zero
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory import run as memory_run
@@ -83,12 +84,10 @@ def estimate(tempo: TempoConfig, config: dict[str, Any], dtype: torch.dtype) -> 
     return rank.peak_bytes
 
 
+BF16_SUMS = "ZeRO 1, bf16, gradients in fp32"
 CONFIGS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "ZeRO 1, fp32": (zero(1, reduce_bucket_size=1_000_000), torch.float32),
-    "ZeRO 1, bf16, gradients in fp32": (
-        {**zero(1), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-        torch.bfloat16,
-    ),
+    BF16_SUMS: ({**zero(1), **BF16}, torch.bfloat16),
 }
 
 
@@ -105,7 +104,7 @@ def run_stock(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [next(iter(CONFIGS)), *exhaustive([BF16_SUMS])])
 def test_budgets_between_tempo_and_stock_are_kept_and_change_no_loss(
     data: Data, tmp_path: Path, run_stock: Callable[[str], Run], name: str
 ) -> None:
@@ -155,23 +154,8 @@ def test_a_budget_below_what_tempo_keeps_sends_rows_to_the_host_and_changes_no_l
 
 
 @pytest.mark.slow
-def test_what_the_user_wrote_of_recomputation_stays_and_is_counted(data: Data, tmp_path: Path) -> None:
-    config, dtype = CONFIGS["ZeRO 1, fp32"]
-    budget = estimate(TempoConfig(), config, dtype)
-    written = ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
-    words = [*QUICKSTART, *written, "--use-tempo", "--tempo-memory-budget", f"{budget}B"]
-    planned = successful(run(data, tmp_path, *words, config=config, before=fork_beside))
-    assert (
-        "recompute  selective, mlp\n" in planned.output
-        and "recomputed by Megatron: mlp of every layer" in planned.output
-    )
-    (record,) = planned.of_kind("run")
-    assert record["plan"]["recompute"] == ["mlp"] and record["plan"]["peak_bytes"] <= budget
-
-
-@pytest.mark.slow
 def test_ranks_share_one_plan_and_resume_with_another(data: Data, tmp_path: Path) -> None:
-    """With dropout, on two ranks; the losses after --load are those of the run that was not interrupted."""
+    """With dropout and what the user wrote of recomputation; the losses after --load are those of the whole run."""
     common = "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 4 --train-iters 4".split()
     save = tmp_path / "save"
 
@@ -179,7 +163,11 @@ def test_ranks_share_one_plan_and_resume_with_another(data: Data, tmp_path: Path
         words = [*common, "--use-tempo", "--tempo-memory-budget", budget, *more]
         return successful(run(data, tmp_path / name, *words, world_size=2, config=zero(1), before=before))
 
-    whole = go("whole", "2.5GB", "--save", str(save), "--save-interval", "2")
+    written = ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
+    whole = go("whole", "2.5GB", *written, "--save", str(save), "--save-interval", "2")
+    assert "recompute  selective, mlp\n" in whole.output
+    assert "recomputed by Megatron: mlp of every layer" in whole.output
+    assert whole.of_kind("run")[0]["plan"]["recompute"] == ["mlp"]
     (save / "latest").write_text("iter_0000002")
     second = go("second", "2.03GB", "--load", str(save), before=None)
     assert second.losses == pytest.approx(whole.losses[2:], rel=1e-4)

@@ -50,7 +50,7 @@ def test_mpirun_starts_two_ranks(data: Data, tmp_path: Path, monkeypatch: pytest
     assert "2 x CPU (1 threads) by mpirun: TP 2 + SP, DP 1" in result.output
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_users_error_is_one_sentence_and_a_code(data: Data, tmp_path: Path) -> None:
     result = start("deepspeed", data, tmp_path, "--num-attention-heads", "3", "--hidden-size", "48")
     assert result.exit_codes == [1]

@@ -74,28 +74,26 @@ OFTEN: list[tuple[str, int, str, dict[str, Any]]] = [
     ("BERT", 2, "", zero(3)),
     ("T5", 2, SP, zero(1)),
 ]
-RARELY: list[tuple[str, int, str, dict[str, Any]]] = [
-    ("stock", 1, "--micro-batch-size 1", zero(0)),
-    ("stock", 1, "--micro-batch-size 4", zero(1)),
-    *(("stock", 2, "", zero(stage)) for stage in (0, 1, 3)),
-    *(("stock", 2, TP2, zero(stage)) for stage in (0, 1)),
-    *(("stock", 2, SP, zero(stage)) for stage in (0, 2, 3)),
-    *(("stock", 2, SP + words, zero(0)) for words in (FULL, SELECTIVE)),
-    ("stock", 4, SP, zero(3)),
-    *(("Tempo", 1, words, zero(0)) for words in (FULL + "--micro-batch-size 1", LAYERS)),
-    ("Tempo", 2, TP2 + FULL + "--micro-batch-size 4", zero(1)),
-    ("Tempo", 2, SP + FULL + "--micro-batch-size 1", zero(0)),
-    *(("Tempo", 2, SP + words + "--micro-batch-size 4", zero(1)) for words in ("", KEEP_INPUTS)),
-    ("Tempo", 2, "--micro-batch-size 2", zero(1)),
-    ("Tempo", 2, KEEP_INPUTS + "--micro-batch-size 1", zero(3)),
-    ("Tempo", 2, SP + SELECTIVE + LAYERS, zero(0)),
-    ("stock BERT", 2, SP, zero(0)),
-    *(("BERT", 2, words, zero(stage)) for words, stage in ((SP, 1), (TP2, 0), ("", 1))),
-    ("stock T5", 2, SP, zero(0)),
-    ("T5", 2, TP2 + FULL, zero(0)),
-    ("T5", 2, "", zero(3)),
-    ("T5", 4, SP, zero(2)),
-]
+# Kind, processes -> words and the stage of ZeRO.
+MORE: dict[tuple[str, int], list[tuple[str, int]]] = {
+    ("stock", 1): [("--micro-batch-size 1", 0), ("--micro-batch-size 4", 1)],
+    ("stock", 2): [
+        *(("", 0), ("", 1), ("", 3), (TP2, 0), (TP2, 1), (SP, 0), (SP, 2), (SP, 3), (SP + FULL, 0), (SP + SELECTIVE, 0))
+    ],
+    ("stock", 4): [(SP, 3)],
+    ("Tempo", 1): [(FULL + "--micro-batch-size 1", 0), (LAYERS, 0)],
+    ("Tempo", 2): [
+        *((TP2 + FULL + "--micro-batch-size 4", 1), (SP + FULL + "--micro-batch-size 1", 0)),
+        *((SP + words + "--micro-batch-size 4", 1) for words in ("", KEEP_INPUTS)),
+        *(("--micro-batch-size 2", 1), (KEEP_INPUTS + "--micro-batch-size 1", 3), (SP + SELECTIVE + LAYERS, 0)),
+    ],
+    ("stock BERT", 2): [(SP, 0)],
+    ("BERT", 2): [(SP, 1), (TP2, 0), ("", 1)],
+    ("stock T5", 2): [(SP, 0)],
+    ("T5", 2): [(TP2 + FULL, 0), ("", 3)],
+    ("T5", 4): [(SP, 2)],
+}
+RARELY = [(*case, words, zero(stage)) for case, rows in MORE.items() for words, stage in rows]
 
 
 def find_marks(case: tuple[Any, ...]) -> list[pytest.MarkDecorator]:
