@@ -176,10 +176,7 @@ class Engine:
             weight = (self.loss_scale or 1.0) / self._num_micro_batches
             MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(weight, dtype=torch.float32, device=loss.device))
         self.deepspeed.backward(loss)
-        is_last = self.deepspeed.is_gradient_accumulation_boundary()
-        if is_last and self._computes_norm:
-            self._grad_norm = compute_gradient_norm(self.deepspeed.module)
-        self._step(is_last)
+        self._step(self.deepspeed.is_gradient_accumulation_boundary())
 
     def step_after_schedule(self) -> None:
         """Updates weights and schedule by the gradients that Megatron's schedule of a pipeline has accumulated.
@@ -190,15 +187,15 @@ class Engine:
         pipeline.sum_tied_gradients(self.deepspeed.module)
         self.deepspeed.set_gradient_accumulation_boundary(True)
         self.deepspeed.allreduce_gradients()
-        if self._computes_norm:
-            self._grad_norm = compute_gradient_norm(self.deepspeed.module)
-            if self._clip_grad > 0:
-                parameters = self.deepspeed.module.parameters()
-                torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, self._grad_norm)
-        self._step(is_last=True)
+        self._step(is_last=True, clips=self._clip_grad > 0)
         self.deepspeed.set_gradient_accumulation_boundary(False)
 
-    def _step(self, is_last: bool) -> None:
+    def _step(self, is_last: bool, *, clips: bool = False) -> None:
+        if is_last and self._computes_norm:
+            self._grad_norm = compute_gradient_norm(self.deepspeed.module)
+            if clips:
+                parameters = self.deepspeed.module.parameters()
+                torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, self._grad_norm)
         try:
             self.deepspeed.step()
         except Exception as error:

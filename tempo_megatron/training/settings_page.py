@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from tempo_megatron.settings.operations import OPERATIONS, Operation
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.block_slots import CLASSES
-from tempo_megatron.training.run.masking import MASKINGS
 from tempo_megatron.training.run.option import Option, list_options, name_argument
-from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.training.run.run_config import MASKINGS, RunConfig
 
 _HEAD = """# Settings
 

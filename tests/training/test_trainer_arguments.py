@@ -25,8 +25,7 @@ from tempo_megatron.training.run.deepspeed_config import (
     offloads_optimizer,
     read_deepspeed_config,
 )
-from tempo_megatron.training.run.masking import Masking
-from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.training.run.run_config import Masking, RunConfig
 from tempo_megatron.words.deepspeed_json import REPLACED, find_unknown_keys
 
 ROOT = Path(__file__).parents[2]

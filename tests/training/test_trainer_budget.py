@@ -193,6 +193,6 @@ NOTHING_FITS = (
 def test_what_cannot_be_planned_is_one_sentence(
     data: Data, tmp_path: Path, block: dict[str, str], message: str
 ) -> None:
-    failed = run(data, tmp_path, *QUICKSTART, config={**zero(1), "tempo": block}, before=fork_beside)
+    failed = run(data, tmp_path, config={**zero(1), "tempo": block}, before=fork_beside)
     (line,) = [line for line in failed.output.splitlines() if line.startswith("error")]
     assert failed.exit_codes == [1] and re.fullmatch(message, line)

@@ -109,20 +109,21 @@ def test_the_vocabulary_is_padded_for_the_tensor_parallel_size(data: Data) -> No
         vocabulary(options(data, *odd, tensor_model_parallel_size=2, load="save"))
 
 
-def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(data: Data) -> None:
-    with pytest.raises(ValueError, match="--vocab-size 300 is below the tokenizer's 512 tokens"):
-        vocabulary(options(data, "--vocab-size", "300"))
+NO_SAMPLE = {"split": "99,1", "split_weights": (0.99, 0.01, 0.0)}
 
 
-def test_a_split_without_a_whole_sample_is_refused(data: Data) -> None:
-    with pytest.raises(ValueError, match="gives validation 0 of 12 documents with 0 tokens"):
-        vocabulary(options(data, split="99,1", split_weights=(0.99, 0.01, 0.0)))
-    vocabulary(options(data, split="99,1", split_weights=(0.99, 0.01, 0.0), eval_iters=0))
-
-
-def test_data_that_is_not_there_is_an_error(data: Data, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not found; prepare the data, or check --data-path"):
-        vocabulary(options(data, blend=([str(tmp_path / "missing")], None)))
+@pytest.mark.parametrize(
+    ("words", "changes", "sentence"),
+    [
+        ("--vocab-size 300", {}, "--vocab-size 300 is below the tokenizer's 512 tokens"),
+        ("", NO_SAMPLE, "gives validation 0 of 12 documents with 0 tokens"),
+        ("", {"blend": (("/missing",), None)}, "not found; prepare the data, or check --data-path"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_refused(data: Data, words: str, changes: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        vocabulary(options(data, *words.split(), **changes))
+    vocabulary(options(data, **NO_SAMPLE, eval_iters=0))
 
 
 def test_a_cache_folder_that_cannot_be_written_is_an_error(data: Data, tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from tempo_megatron import __version__
 from tempo_megatron.models.arguments import add_model_arguments, read_given_model
 from tempo_megatron.models.huggingface.config import is_config, read_config
 from tempo_megatron.models.shape import NAMES, ModelShape, make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.settings.arguments import add_tempo_arguments, describe_tempo_arguments, read_tempo_of_run
 from tempo_megatron.settings.layer_values import FrozenDict
 from tempo_megatron.training.run.deepspeed_config import complete_deepspeed_config, is_given, read_precision
-from tempo_megatron.training.run.masking import MASKINGS, read_masking, take_segments
-from tempo_megatron.training.run.option import add_options, name_argument
+from tempo_megatron.training.run.option import add_options, list_options, name_argument
 from tempo_megatron.training.run.resume import (
     PRETRAINED_MAY_CHANGE,
     check_given_model,
@@ -31,7 +31,15 @@ from tempo_megatron.training.run.resume import (
     read_settings,
     take_from_checkpoint,
 )
-from tempo_megatron.training.run.run_config import OPTIONS, WSD_DECAY_STYLES, Blend, RunConfig
+from tempo_megatron.training.run.run_config import (
+    MASKINGS,
+    OPTIONS,
+    WSD_DECAY_STYLES,
+    Blend,
+    Masking,
+    RunConfig,
+    SpanMasking,
+)
 from tempo_megatron.words.argument_types import parse_not_negative, parse_positive
 
 _EXPERT_PARALLEL = "--expert-model-parallel-size"
@@ -195,7 +203,7 @@ def complete_run(
     tempo, budget = read_tempo_of_run(args, with_tempo)
     first = saved or pretrained
     values |= {
-        "masking": read_masking(args.family, given),
+        "masking": _read_masking(args.family, given),
         "precision": read_precision(completed),
         "sample_parts": tuple(saved["sample_parts"]) if saved else (),
         # The padding takes part in every softmax, so another layout keeps its size. An import has not padded for any.
@@ -250,7 +258,7 @@ def _complete_model(
     if pretrained:
         stored = {name: pretrained[name] for name in NAMES if name in pretrained}
     if args.family == "bert":
-        args = argparse.Namespace(**{**vars(args), **take_segments(args, stored)})
+        args = argparse.Namespace(**{**vars(args), **_take_segments(args, stored)})
     given = read_given_model(args, args.family, stored=stored)
     if saved:
         check_given_model(given, saved, f"--load {args.load}")
@@ -270,3 +278,23 @@ def _decide_recomputation(args: argparse.Namespace) -> dict[str, Any]:
     if granularity == "full" and num_layers is None:
         num_layers = 1
     return {"recompute_granularity": granularity, "recompute_num_layers": num_layers}
+
+
+def _read_masking(family: str, values: Mapping[str, Any]) -> Masking | SpanMasking | None:
+    """Returns what `values` say of it, by the names of the arguments, else the defaults; None for GPT."""
+    if (kind := MASKINGS.get(family)) is None:
+        return None
+    options = list_options(kind).items()
+    return kind(**{name: each.default if values[name] is None else values[name] for name, each in options})
+
+
+def _take_segments(args: argparse.Namespace, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the two fields of ModelShape that say whether there are segments.
+
+    They come from the command line, else from --model, else from `stored`, the checkpoint's fields of ModelShape, else
+    they are BERT's.
+    """
+    below = {**stored, **(read_shape_file(args.model) if args.model else {})}
+    has_head = not args.bert_no_binary_head and below.get("add_binary_head", True)
+    kinds = 0 if args.bert_no_binary_head else below.get("num_tokentypes", 2 if has_head else 0)
+    return {"add_binary_head": has_head, "num_tokentypes": kinds}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 
 from tempo_megatron.cluster.versions import find_version
@@ -14,7 +15,6 @@ from tempo_megatron.training.run.deepspeed_config import (
     read_offload_device,
     read_zero_stage,
 )
-from tempo_megatron.training.run.masking import check_masking
 from tempo_megatron.training.run.option import name_argument
 from tempo_megatron.training.run.run_config import OPTIONS, RunConfig
 from tempo_megatron.words.argument_types import format_bytes
@@ -23,6 +23,8 @@ from tempo_megatron.words.argument_types import format_bytes
 _DEEPSPEED_OF_PIPELINE = (0, 19)
 # The package that DeepSpeed imports if the block of that name is enabled.
 _OF_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+_SHORTEST_SAMPLE = 5  # [CLS], a token, [SEP], a token and [SEP]
+_SHORTEST_DECODER = 3
 
 
 def check_run(run: RunConfig) -> None:
@@ -31,7 +33,7 @@ def check_run(run: RunConfig) -> None:
     check_layout(run.model, Layout(tp=tp, sp=run.sequence_parallel, etp=tp))
     for refuse in (
         *(_refuse_parts, _refuse_pipeline, _refuse_batch_ramp, _refuse_precision, _refuse_what_lacks_another),
-        *(_refuse_schedule, _refuse_recompute, _refuse_data, _refuse_output, _refuse_packages),
+        *(_refuse_schedule, _refuse_recompute, _refuse_data, _refuse_masking, _refuse_output, _refuse_packages),
     ):
         for sentence in refuse(run):
             raise ValueError(sentence)
@@ -264,8 +266,32 @@ def _refuse_data(run: RunConfig) -> Iterator[str]:
     if bool(run.vocab_file) != bool(run.merge_file) and has_merges:
         given, missing = ("vocab", "merge") if run.vocab_file else ("merge", "vocab")
         yield f"--{given}-file is given without --{missing}-file; give both or none"
-    if run.masking is not None:
-        check_masking(run.masking, run.model)
+
+
+def _refuse_masking(run: RunConfig) -> Iterator[str]:
+    """Names values at which Megatron's masked dataset of a BERT or a T5 fails."""
+    masking, shape, seq_length = run.masking, run.model, run.model.seq_length
+    if masking is None:
+        return
+    if shape.decoder_seq_length is not None and shape.decoder_seq_length < _SHORTEST_DECODER:
+        yield (
+            f"--decoder-seq-length {shape.decoder_seq_length} has no room for [BOS], a sentinel and a token; expected "
+            f"at least {_SHORTEST_DECODER}"
+        )
+    if seq_length < _SHORTEST_SAMPLE:
+        yield (
+            f"--seq-length {seq_length} has no room for two segments and what is around them; expected at least "
+            f"{_SHORTEST_SAMPLE}"
+        )
+    tokens = seq_length - 3  # Megatron leaves room for three special tokens even in a sample of one segment
+    if masking.mask_prob * tokens < 1:
+        # Megatron masks no word of more tokens than this product, and so none at all.
+        shortest = math.ceil(1 / masking.mask_prob) + 3
+        yield (
+            f"--mask-prob {masking.mask_prob:g} of the {tokens} tokens that --seq-length {seq_length} has besides "
+            f"[CLS] and [SEP] is less than one token, so nothing would be predicted; expected --mask-prob of at least "
+            f"{math.ceil(1e4 / tokens) / 1e4:g}, or --seq-length of at least {shortest}"
+        )
 
 
 def _refuse_output(run: RunConfig) -> Iterator[str]:

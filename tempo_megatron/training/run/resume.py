@@ -27,10 +27,9 @@ from tempo_megatron.training.checkpoint_files.folder import (
     read_description,
 )
 from tempo_megatron.training.run.deepspeed_config import is_given
-from tempo_megatron.training.run.masking import MASKINGS
 from tempo_megatron.training.run.option import SCHEDULE as OF_SCHEDULE
 from tempo_megatron.training.run.option import flatten, list_options, name_argument
-from tempo_megatron.training.run.run_config import OPTIONS
+from tempo_megatron.training.run.run_config import MASKINGS, OPTIONS
 from tempo_megatron.words.deepspeed_json import BATCH_KEYS
 
 TAKEN = tuple(name for name, option in OPTIONS.items() if option.on_load.is_taken)

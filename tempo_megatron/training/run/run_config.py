@@ -1,7 +1,7 @@
 """RunConfig: everything that is decided about a run before it starts, in one object that is only read afterwards.
 
 Each field says what its argument is, what it is without one, and what a resumed run does with it; to add an option, add
-a field. `arguments.parse_arguments` reads the command line. `complete.complete_run` adds what follows from the
+a field. `arguments.parse_arguments` reads the command line. `arguments.complete_run` adds what follows from the
 DeepSpeed JSON, the checkpoint, the number of processes and the defaults. `checks.check_run` refuses what cannot train.
 """
 
@@ -16,7 +16,6 @@ from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.arguments import LEDGER
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import FrozenDict
-from tempo_megatron.training.run.masking import Masking, SpanMasking
 from tempo_megatron.training.run.option import (
     COMPUTED,
     SCHEDULE,
@@ -31,12 +30,14 @@ from tempo_megatron.words.argument_types import (
     parse_fault_timeout,
     parse_folder,
     parse_fraction,
+    parse_mask_prob,
     parse_minutes,
     parse_not_negative,
     parse_not_negative_float,
     parse_png,
     parse_positive,
     parse_positive_float,
+    parse_probability,
     parse_seed,
     parse_steps,
     parse_workers,
@@ -66,6 +67,11 @@ _recompute = functools.partial(option, group="recomputation and fusion", on_load
 _output = functools.partial(option, group="output", on_load=of_each_start("what this start writes, where and when"))
 _folder = functools.partial(_output, parse=parse_folder, metavar="DIR")
 _layout = functools.partial(option, group="distributed", on_load=_LAYOUT)
+_masking = functools.partial(option, on_load=STAYS, group="masking")
+_mask_prob = functools.partial(_masking, "share of the tokens to predict", parse_mask_prob, default=0.15)
+_short_seq_prob = functools.partial(
+    _masking, "share of the samples that are made shorter, 0 for none as in RoBERTa", parse_probability, default=0.1
+)
 _YES_OR_NO: Any = {"action": argparse.BooleanOptionalAction}
 _SWITCH: Any = {"action": "store_true", "default": False}
 
@@ -100,6 +106,38 @@ class BatchSizes:
                 return samples + (steps - done) * size
             samples += size
         return samples
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Masking:
+    """Of a BERT."""
+
+    mask_prob: float = _mask_prob()
+    short_seq_prob: float = _short_seq_prob()
+    masking: str = _masking(
+        "words: whole words, up to three in a row, as Megatron-LM masks for BERT; tokens: single ones, as in RoBERTa",
+        default="words",
+        choices=("words", "tokens"),
+        switches={
+            "bert-no-binary-head": "no segments and no prediction of their order, as in RoBERTa (default: as --model "
+            "says, else with both)"
+        },
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpanMasking:
+    """Of a T5: what Megatron-LM calls vocab_extra_ids are its sentinels."""
+
+    mask_prob: float = _mask_prob()
+    short_seq_prob: float = _short_seq_prob()
+    vocab_extra_ids: int = _masking(
+        "sentinels for spans to fill in; their ids follow the vocabulary's", parse_positive, default=100
+    )
+
+
+MASKINGS: dict[str, type[Masking | SpanMasking]] = {"bert": Masking, "t5": SpanMasking}
+"""Of each family that has one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

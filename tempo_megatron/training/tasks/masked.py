@@ -29,8 +29,7 @@ from torch.nn import functional as F
 
 from tempo_megatron.data.sentences import LONGEST_SENTENCE
 from tempo_megatron.data.tokenizer_types import MASKED_TYPES
-from tempo_megatron.training.run.masking import Masking, SpanMasking
-from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.training.run.run_config import Masking, RunConfig, SpanMasking
 from tempo_megatron.training.tasks.task import (
     LOSS,
     Batch,
@@ -134,13 +133,14 @@ def find_usable_documents(borders: np.ndarray, lengths: np.ndarray, least: int) 
 
 
 class DatasetTokenizer:
-    """A tokenizer as Megatron's masked dataset needs it: padding is -1, and "##" begins a token inside a word."""
+    """A tokenizer as Megatron's masked datasets need it: padding is -1, and "##" begins a token inside a word."""
 
     pad = _PADDING
 
     def __init__(self, tokenizer: Any) -> None:
-        self.cls, self.sep, self.mask = tokenizer.cls, tokenizer.sep, tokenizer.mask
-        self.unique_identifiers = tokenizer.unique_identifiers
+        for name in ("cls", "sep", "mask", "unique_identifiers", "bos", "eos", "additional_special_tokens_ids"):
+            if hasattr(tokenizer, name):  # the last three only if it has sentinels
+                setattr(self, name, getattr(tokenizer, name))
         self.inv_vocab = {
             token_id: ("" if tokenizer.starts_word(token_id) else "##") + token.lstrip("#")
             for token_id, token in tokenizer.inv_vocab.items()
@@ -222,15 +222,6 @@ class SentinelTokenizer:
         return getattr(self._tokenizer, name)
 
 
-class SpanDatasetTokenizer(DatasetTokenizer):
-    """A SentinelTokenizer as Megatron's T5 dataset needs it."""
-
-    def __init__(self, tokenizer: SentinelTokenizer) -> None:
-        super().__init__(tokenizer)
-        self.bos, self.eos = tokenizer.bos, tokenizer.eos
-        self.additional_special_tokens_ids = tokenizer.additional_special_tokens_ids
-
-
 class SpanDataset(T5MaskedWordPieceDataset):  # type: ignore[misc]
     """Megatron's T5 dataset, which leaves in the text what finds no sentinel or no room in the decoder."""
 
@@ -269,7 +260,7 @@ class SpanTask(Task):
         assert masking is not None
         return T5MaskedWordPieceDatasetConfig(
             sequence_length_decoder=run.model.decoder_seq_length,
-            tokenizer=SpanDatasetTokenizer(tokenizer),
+            tokenizer=DatasetTokenizer(tokenizer),
             masking_max_ngram=_LONGEST_SPAN,
             masking_do_full_word=True,
             masking_use_geometric_distribution=True,
