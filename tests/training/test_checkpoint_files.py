@@ -142,6 +142,9 @@ def test_the_reader_executes_nothing_and_says_what_is_wrong(tmp_path: Path) -> N
     torch.save({"a": torch.ones(2), "intruder": Call(os.mknod, str(tmp_path / "executed"))}, tmp_path / "bad.pt")
     with pytest.raises(ValueError, match="bad.pt holds posix.mknod where a checkpoint has only tensors"):
         read_tensors(tmp_path / "bad.pt")
+    files = describe_files(tmp_path, [tmp_path / "bad.pt"])  # as who has put it there describes it
+    assert find_missing(tmp_path, files) is None
+    assert "bad.pt holds posix.mknod where" in (find_damage(tmp_path, files, 0, 1) or "")
     assert not (tmp_path / "executed").exists()
     (tmp_path / "bad.pt").write_bytes((tmp_path / "bad.pt").read_bytes()[:-1000])
     assert "is damaged" in (find_fault(tmp_path / "bad.pt") or "")
