@@ -27,9 +27,10 @@ from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.choose import Obstacles, Refusal
 from tempo_megatron.slots.context_parallel import count_ranks_of_rows
 from tempo_megatron.slots.dropout import tempoize_embedding
+from tempo_megatron.slots.dropout_rng import list_dropouts
 from tempo_megatron.slots.layer_spec import tempoize, tempoize_hybrid
 from tempo_megatron.slots.loss import choose_loss, tempoize_loss
-from tempo_megatron.slots.megatron_versions import find_version, is_since
+from tempo_megatron.slots.megatron_versions import find_version, has_cuda_graphs, is_since
 from tempo_megatron.slots.offload import Offloading, count_in_flight
 from tempo_megatron.slots.report import check_built, report_on
 
@@ -225,18 +226,15 @@ def find_obstacles(config: Any, run: Any) -> Obstacles:
 
 def _find_obstacles_to_masks(config: Any, run: Any) -> Obstacles:
     """Why operations cannot draw masks, if Tempo cannot know which samples a micro batch holds."""
-    names = ("enable_cuda_graph", "external_cuda_graph")
-    has_graphs = getattr(config, "cuda_graph_impl", "none") != "none" or any(getattr(config, n, False) for n in names)
     if run is None:
         reason = "Megatron's arguments, which say what samples a mask is drawn for, are not initialized in this script"
         remedy = "call initialize_megatron of megatron.training"
-    elif has_graphs and not is_since(versions.GRAPHS_SINCE):
+    elif has_cuda_graphs(config) and not is_since(versions.GRAPHS_SINCE):
         since = f"since megatron-core {versions.GRAPHS_SINCE}, not {find_version()}"
         reason, remedy = f"CUDA graphs are on, in which Tempo draws masks {since}", "leave CUDA graphs off"
     else:
         return {}
-    dropouts = {"dropout": config.hidden_dropout, "attention": config.attention_dropout}
-    return {name: Refusal(reason, remedy) for name, p in dropouts.items() if p > 0}
+    return dict.fromkeys(list_dropouts(config), Refusal(reason, remedy))
 
 
 def _find_obstacle_to_chunks(config: Any, run: Any) -> Obstacles:

@@ -1,7 +1,6 @@
 """The slots of a block, built or as a spec: what each value of a switch puts into them, and what they hold.
 
-One dictionary leads from an operation and a value of its switch to the classes that a layer then has;
-`transformer_engine.CLASSES` has those that replace modules of Transformer Engine.
+One dictionary leads from an operation and a value of its switch to the classes that a layer then has.
 """
 
 from __future__ import annotations
@@ -56,9 +55,10 @@ CLASSES: dict[tuple[str, str], tuple[Any, ...]] = {
     ("norm", "inplace"): (TempoNorm,),
     ("norm", "recompute"): (TempoRecomputeNorm,),
     ("dropout", "recompute"): (tempo_bias_dropout_add,),
-    ("attention", "flash"): (TempoDotProductAttention,),
-    ("attention", "softmax"): (TempoSoftmaxDotProductAttention,),
-    ("attention", "recompute"): (TempoRecomputeDotProductAttention,),
+    # In the place of Megatron's attention, and of Transformer Engine's.
+    ("attention", "flash"): (TempoDotProductAttention, te.TempoTEDotProductAttention),
+    ("attention", "softmax"): (TempoSoftmaxDotProductAttention, te.TempoTESoftmaxDotProductAttention),
+    ("attention", "recompute"): (TempoRecomputeDotProductAttention, te.TempoTERecomputeDotProductAttention),
     # With Tempo's activation, and with Megatron's own.
     ("linear_fc1", "recompute"): (TempoLinearRecomputeMLP, LinearRecomputeMLP),
     ("linear_fc1", "tile"): (TempoTiledMLP, TiledMLP),
@@ -69,11 +69,7 @@ CLASSES: dict[tuple[str, str], tuple[Any, ...]] = {
 }
 """(operation, value) -> classes of a slot, or the function that fills it."""
 
-_VALUES = {
-    (operation, module): value
-    for (operation, value), modules in (*CLASSES.items(), *te.CLASSES.items())
-    for module in modules
-}
+_VALUES = {(operation, module): value for (operation, value), modules in CLASSES.items() for module in modules}
 _VALUES |= {("activation", module): "off" for module in (LinearRecomputeMLP, TiledMLP)}
 
 

@@ -45,6 +45,8 @@ from tempo_megatron.settings.operations import OPERATIONS, STACKS
 from tempo_megatron.slots.attention import TempoDotProductAttention
 from tempo_megatron.slots.block_slots import TempoBlockSubmodules, list_layer_slots
 from tempo_megatron.slots.layer_spec import tempoize_layer
+from tempo_megatron.slots.linear import find_reason
+from tempo_megatron.slots.megatron_versions import has_cuda_graphs
 from tempo_megatron.slots.slot_content import find_class
 
 NUM_TOKENS = 64
@@ -107,17 +109,12 @@ class LayerChecks:
 
 def _find_obstacle(config: Any) -> str | None:
     """Why layers of a TransformerConfig cannot be compared."""
-    graphs = getattr(config, "cuda_graph_impl", "none") != "none"
-    if graphs or any(getattr(config, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")):
+    if has_cuda_graphs(config):
         return "CUDA graphs are on, whose replays run no hook"
     if config.context_parallel_size > 1:
         return f"context_parallel_size is {config.context_parallel_size}, which cuts the sequence"
-    for name in ("fp8", "fp4"):
-        if getattr(config, name, None):
-            return f"{name} is on, whose scales belong to the model's layers"
-    if getattr(config, "moe_router_force_load_balancing", False):
-        return "moe_router_force_load_balancing is on, by which routers draw their choice"
-    return None
+    scales = dict.fromkeys(("fp8", "fp4"), "whose scales belong to the model's layers")
+    return find_reason(config, {**scales, "moe_router_force_load_balancing": "by which routers draw their choice"})
 
 
 class _DifferenceError(Exception):

@@ -20,19 +20,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.attention import recomputes_latent_projections
+from tempo_megatron.slots.dropout_rng import list_dropouts
 from tempo_megatron.slots.experts import find_permute_refusal
-from tempo_megatron.slots.linear import is_quantised
+from tempo_megatron.slots.linear import HOLD_INPUTS, find_reason, is_quantised
 from tempo_megatron.slots.megatron_versions import is_since
 from tempo_megatron.slots.mlp import find_activation_refusal
 
-# Recipes of fp8 whose linears can quantise an input that they keep as it is once more in backward.
-_QUANTISED_AGAIN = ("tensorwise", "blockwise", "mxfp8")
 _UNSUPPORTED = "which Tempo's attention does not support"
-_HOLD_INPUTS = {
-    "delay_wgrad_compute": "by which linears hold their inputs beyond backward",
-    "cpu_offloading": "which moves what a layer keeps to the host",
-    "fine_grained_activation_offloading": "which moves what a layer keeps to the host",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +111,7 @@ def _list_refusals(operation: str, value: str, config: TransformerConfig) -> Ite
         )
     if is_quantised(config):
         yield _find_quantised_refusal(operation, value, config)
-    if {"dropout": config.hidden_dropout, "attention": config.attention_dropout}.get(operation):
+    if operation in list_dropouts(config):
         if getattr(config, "hybrid_context_parallel", False):
             yield (
                 "hybrid_context_parallel is on, whose ranks do different numbers of forwards, and Tempo's dropout does "
@@ -155,9 +149,8 @@ def _list_refusals(operation: str, value: str, config: TransformerConfig) -> Ite
         case "linear_fc1" | "linear_qkv":
             if operation == "linear_qkv" and getattr(config, "multi_latent_attention", False):
                 yield "multi_latent_attention is on, and Tempo cannot recompute its projections"
-            for name, why in _HOLD_INPUTS.items():
-                if getattr(config, name, False):
-                    yield f"{name} is on, {why}, and Tempo does not run a linear again beside it"
+            if reason := find_reason(config, HOLD_INPUTS):
+                yield f"{reason}, and Tempo does not run a linear again beside it"
         case "moe_permute":
             yield find_permute_refusal(config, value)
         case "loss":
@@ -165,22 +158,13 @@ def _list_refusals(operation: str, value: str, config: TransformerConfig) -> Ite
                 yield "defer_embedding_wgrad_compute is on, which keeps the logits' gradient"
 
 
-def _find_quantised_refusal(operation: str, value: str, config: TransformerConfig) -> Refusal | str | None:
+def _find_quantised_refusal(operation: str, value: str, config: TransformerConfig) -> str | None:
     """Why fp8 or fp4 stands against an operation that depends on what a layer's linears keep, or runs a linear again.
 
-    A linear keeps a quantised copy of its input, one byte per element in fp8, whatever the module before it keeps. So
-    "recompute" keeps what stock keeps. "inplace" keeps 2 bytes where stock keeps 3, if the linear keeps the output
-    itself and quantises it once more in backward, which delayed scaling cannot do.
-
+    A linear keeps a quantised copy of its input, one byte per element in fp8, whatever the module before it keeps.
     The other operations work: between linears tensors have 16 bits (bias-dropout-add, and core attention unless it is
     quantised too), and the output layer is in no layer.
     """
-    if operation in ("activation", "norm") and config.fp8 and config.fp8_recipe in _QUANTISED_AGAIN:
-        return Refusal(
-            'fp8 is on, whose linears keep quantised copies, so that "recompute" saves nothing, and for "inplace" they '
-            "quantise once more in backward",
-            is_for_auto=value == "inplace",
-        )
     if operation in ("activation", "norm", "moe_permute") or (operation, value) == ("attention", "recompute"):
         return "fp8 or fp4 is on, whose linears keep quantised copies, so that keeping outputs saves nothing"
     if operation in ("linear_fc1", "linear_qkv"):

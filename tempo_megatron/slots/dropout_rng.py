@@ -128,10 +128,15 @@ class Site(enum.IntEnum):
     MAMBA_OUTPUT = 6
 
 
+def list_dropouts(config: Any) -> dict[str, str]:
+    """The operations that draw masks in a model of a TransformerConfig -> the field that holds their probability."""
+    fields = {"dropout": "hidden_dropout", "attention": "attention_dropout"}
+    return {operation: field for operation, field in fields.items() if getattr(config, field) > 0}
+
+
 def draws_masks(config: Any, tempo_config: TempoConfig) -> bool:
     """Whether a model of a TransformerConfig draws Tempo's masks, so that its micro batches must be announced."""
-    dropouts = {"dropout": config.hidden_dropout, "attention": config.attention_dropout}
-    return any(p > 0 and tempo_config.values_of(name) != {"off"} for name, p in dropouts.items())
+    return any(tempo_config.values_of(operation) != {"off"} for operation in list_dropouts(config))
 
 
 def set_micro_batch(

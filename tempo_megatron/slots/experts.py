@@ -28,8 +28,10 @@ from torch import Tensor
 
 from tempo_kernels.recompute import adopt, drop, hold
 from tempo_megatron.slots.linear import (
+    HOLD_INPUTS,
     DropsInput,
     Function,
+    find_reason,
     is_in_backward,
     name_as_stock,
     replace_modules,
@@ -328,17 +330,11 @@ def find_permute_refusal(config: TransformerConfig, choice: str) -> str | None:
             return f"moe_token_dispatcher_type is {dispatcher}, and Tempo repeats alltoall only"
         if (graphs := getattr(config, "cuda_graph_impl", "none")) != "none":
             return f"cuda_graph_impl is {graphs}, whose graphs hold a part of what would be repeated"
-    for name, why in (
-        ("moe_shared_expert_overlap", "which changes the order of backward"),
-        ("overlap_moe_expert_parallel_comm", "which changes the order of backward"),
-        ("delay_wgrad_compute", "by which linears hold their inputs beyond backward"),
-        ("moe_latent_size", "by which experts get other tokens than the layer's"),
-        ("cpu_offloading", "which moves what a layer keeps to the host"),
-        ("fine_grained_activation_offloading", "which moves what a layer keeps to the host"),
-    ):
-        if value := getattr(config, name, None):
-            return f"{name} is {'on' if value is True else value}, {why}"
-    return None
+    changes_order = dict.fromkeys(
+        ("moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm"), "which changes the order of backward"
+    )
+    others = {"moe_latent_size": "by which experts get other tokens than the layer's"}
+    return find_reason(config, {**changes_order, **others, **HOLD_INPUTS})
 
 
 def is_mixture(slot: Any) -> bool:

@@ -411,9 +411,8 @@ class _Values:
         if has_tempo:
             # The norms of latent attention are in front of the projections.
             keeps = () if is_latent else [getattr(n, "keep", "recompute") for n in norms.values() if is_there(n)]
-            cls = (te.CLASSES if is_te else CLASSES)["attention", self.tempo.attention][0]
             pins = {"has_pinned_projection": drops_projection or "recompute" in keeps}
-            changes["core_attention"] = ModuleSpec(cls, params | pins)
+            changes["core_attention"] = ModuleSpec(CLASSES["attention", self.tempo.attention][is_te], params | pins)
         elif drops_projection:
             _refuse_kept_operands(core, self.config)
         if drops_projection:
@@ -429,15 +428,12 @@ class _Values:
             return slot
         if is_mixture(slot):
             return self._replace_mixture(slot)
-        if stock is not MLP and not te.is_fused_mlp(stock):
+        if stock is not MLP:
             return slot
-        classes = CLASSES if stock is MLP else te.CLASSES
-        module = classes.get(("activation", self.tempo.activation), (stock,))[0]
-        if linears := classes.get(("linear_fc1", self.tempo.linear_fc1)):
+        module = CLASSES.get(("activation", self.tempo.activation), (stock,))[0]
+        if linears := CLASSES.get(("linear_fc1", self.tempo.linear_fc1)):
             # The activation's input is at hand here, so its derivative is exact even with activation "inplace".
             module = linears[-1] if self.tempo.activation == "off" else linears[0]
-        if module is stock and stock is not MLP:
-            return slot
         return change_slot(slot, module, **self.replace_linears(find_submodules(slot)))
 
     def _replace_mixture(self, slot: Any) -> Any:

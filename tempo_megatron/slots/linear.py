@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -146,24 +146,25 @@ def replace_names(function: Callable[..., Any], **others: Any) -> Callable[..., 
     return changed
 
 
+HOLD_INPUTS = {
+    "delay_wgrad_compute": "by which linears hold their inputs beyond backward",
+    "cpu_offloading": "which moves what a layer keeps to the host",
+    "fine_grained_activation_offloading": "which moves what a layer keeps to the host",
+}
+"""Setting of a TransformerConfig under which more is done with a linear's input than to keep it -> what."""
+
+
+def find_reason(config: Any, settings: Mapping[str, str]) -> str | None:
+    """The first of these settings that a TransformerConfig has on, and what it does; None where all are off."""
+    for name, why in settings.items():
+        if value := getattr(config, name, None):
+            return f"{name} is {value if type(value) is int else 'on'}, {why}"
+    return None
+
+
 def is_quantised(config: Any) -> bool:
     """Whether linears compute in FP8 or FP4."""
     return bool(config.fp8 or getattr(config, "fp4", None))
-
-
-def keep_given_input(linear: Any) -> None:
-    """Let one of Transformer Engine's linears keep the input that it is given, which a module before it keeps too, and
-    quantise it again in backward; by itself it keeps a quantised copy.
-
-    Raises ValueError where the linear cannot.
-    """
-    if not hasattr(linear, "save_original_input"):
-        raise ValueError(
-            f"fp8 or fp4 is on, and {type(linear).__name__} cannot keep the input that it is given, so that keeping "
-            "outputs would save nothing; expected a linear of Transformer Engine 2.6 or newer; set tempo.norm and "
-            'tempo.activation to "off"'
-        )
-    linear.save_original_input = True
 
 
 def is_in_backward() -> bool:

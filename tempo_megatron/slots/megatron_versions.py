@@ -7,6 +7,7 @@ tried, with a warning. docs/megatron_versions.md lists what differs between them
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import megatron.core
 from packaging.version import Version
@@ -23,6 +24,12 @@ def find_version() -> Version:
 def is_since(version: str) -> bool:
     """Whether this process's Megatron is `version`, a pre-release of it, or newer."""
     return Version(f"{version}.dev0") <= find_version()
+
+
+def has_cuda_graphs(config: Any) -> bool:
+    """Whether a TransformerConfig has layers run as CUDA graphs, by any version's name for it."""
+    names = ("enable_cuda_graph", "external_cuda_graph")
+    return getattr(config, "cuda_graph_impl", "none") != "none" or any(getattr(config, name, False) for name in names)
 
 
 def check_megatron() -> None:

@@ -24,8 +24,6 @@ from tempo_megatron.settings.activations import ACTIVATIONS, find_inplace_refusa
 from tempo_megatron.slots.linear import (
     LinearCall,
     is_in_backward,
-    is_quantised,
-    keep_given_input,
     run_between_linears,
 )
 
@@ -76,18 +74,14 @@ def find_activation_refusal(config: TransformerConfig, choice: str) -> str | Non
     return find_inplace_refusal(name) if choice == "inplace" else None
 
 
-def make_activation(
-    config: TransformerConfig, keep: str, approximate: str | None = None
-) -> Callable[[Tensor, Tensor | None], Tensor]:
+def make_activation(config: TransformerConfig, keep: str) -> Callable[[Tensor, Tensor | None], Tensor]:
     """activation(x, bias) of the MLP; fused into one kernel, and as Transformer Engine's, GELU has its tanh form."""
     name = name_activation(config)
     assert name is not None
     activation = ACTIVATIONS[name]
-    if approximate is None:
-        # Megatron's fused bias_gelu is the tanh form (core/fusions/fused_bias_gelu.py), the F.gelu of MLP the erf form.
-        is_tanh = config.bias_activation_fusion or getattr(config, "use_te_activation_func", False)
-        approximate = "tanh" if is_tanh else "none"
-    formula = "gelu_tanh" if (activation.formula, approximate) == ("gelu", "tanh") else activation.formula
+    # Megatron's fused bias_gelu is the tanh form (core/fusions/fused_bias_gelu.py), the F.gelu of MLP the erf form.
+    is_tanh = config.bias_activation_fusion or getattr(config, "use_te_activation_func", False)
+    formula = "gelu_tanh" if activation.formula == "gelu" and is_tanh else activation.formula
     return functools.partial(activate, activation=formula, keep=keep, is_gated=activation.is_gated, operation=name)
 
 
@@ -99,8 +93,6 @@ class TempoMLP(MLP):
     """
 
     keep: ClassVar[str] = "inplace"
-    approximate: ClassVar[str | None] = None
-    """GELU's form; None for the configuration's."""
 
     def __init__(
         self,
@@ -122,13 +114,11 @@ class TempoMLP(MLP):
         # Pass on only the names that this Megatron's MLP takes.
         accepted = {name: value for name, value in kwargs.items() if name in _MLP_ARGUMENTS}
         super().__init__(config, submodules, is_expert, input_size, ffn_hidden_size, tp_group, **accepted)
-        if self.keep == "inplace" and is_quantised(config):
-            keep_given_input(self.linear_fc2)
         self._activation = self._make_activation()
 
     def _make_activation(self) -> Callable[[Tensor, Tensor | None], Tensor]:
         """activation(x, bias)."""
-        return make_activation(self.config, self.keep, self.approximate)
+        return make_activation(self.config, self.keep)
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
         """(output [s, b, h], bias [h] or None) of hidden_states [s, b, h]."""

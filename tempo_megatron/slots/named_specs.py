@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.block_slots import TempoBlockSubmodules
 from tempo_megatron.slots.choose import Refusal
+from tempo_megatron.slots.dropout_rng import list_dropouts
 from tempo_megatron.slots.layer_spec import get_stock_block_spec, tempoize
 from tempo_megatron.slots.transformer_engine import is_installed
 
@@ -43,14 +44,13 @@ def tempo_block(config: Any, vp_stage: int | None = None, *, tempo_config: Tempo
     is_local = getattr(transformer_config, "transformer_impl", "transformer_engine") == "local"
     has_engine = is_installed() and not is_local
     stock = get_stock_block_spec(transformer_config, use_transformer_engine=has_engine, vp_stage=vp_stage)
-    dropouts = {"dropout": "hidden_dropout", "attention": "attention_dropout"}
     obstacles = {
         operation: Refusal(
-            f"{name} is {p}, and a spec cannot tell Tempo which samples a micro batch holds",
+            f"{name} is {getattr(transformer_config, name)}, and a spec cannot tell Tempo which samples a micro batch "
+            "holds",
             "start the run with `tempo-megatron run`",
         )
-        for operation, name in dropouts.items()
-        if (p := getattr(transformer_config, name)) > 0
+        for operation, name in list_dropouts(transformer_config).items()
     }
     return tempoize(stock, transformer_config, tempo_config, vp_stage=vp_stage, obstacles=obstacles)
 

@@ -6,15 +6,14 @@ TE's linears stay, and with them every parameter and checkpoint key; Tempo takes
   linear, inside one module of a class derived from the fused one. Stock keeps the norm's input and its output; the
   split module keeps the output only, which is the linear's input. Without fp8, fusing saves one kernel launch: the norm
   writes its output to memory either way.
-- `TENorm` becomes Tempo's norm; `MLP`, and the op fuser's `TEFusedMLP`, become Tempo's MLP around TE's linears.
+- `TENorm` becomes Tempo's norm, and `MLP` Tempo's MLP around TE's linears. The op fuser's `TEFusedMLP` stays.
 - `TEDotProductAttention` becomes Tempo's attention in layers with a causal mask or none. It stays in layers with
   padding or arbitrary masks, because TE has its own conventions for these.
 - If a linear runs again in backward, the split one takes the norm's output; with tempo.norm "off" the fused one runs,
   norm included. The linear of q, k and v runs again only beside Tempo's attention: TE's own may keep copies.
 
 Features that do more with a linear's input than keep it (delayed weight gradients, overlapped communication,
-offloading) are refused: y would be kept twice, or by code that does not know that it may be recomputed. In fp8 a norm
-or activation that keeps its output has the linear behind it keep that output too, instead of a quantised copy.
+offloading) are refused: y would be kept twice, or by code that does not know that it may be recomputed.
 
 Classes that derive from TE's are made on demand, because TE need not be installed.
 """
@@ -31,7 +30,6 @@ import torch
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from tempo_kernels.norm import layer_norm, rms_norm
@@ -39,12 +37,17 @@ from tempo_kernels.recompute import drop, hold
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.attention import CAUSAL, TempoDotProductAttention, TempoRecomputeDotProductAttention
 from tempo_megatron.slots.choose import Obstacles, Refusal
-from tempo_megatron.slots.linear import DropsInput, is_quantised, keep_given_input, name_as_stock
-from tempo_megatron.slots.mlp import TempoLinearRecomputeMLP, TempoMLP, TempoRecomputeMLP, TempoTiledMLP
+from tempo_megatron.slots.linear import HOLD_INPUTS, DropsInput, find_reason, name_as_stock
 from tempo_megatron.slots.slot_content import find_class, find_submodules, list_fields
 
 _MASKS = (AttnMaskType.causal, AttnMaskType.no_mask)
 """Under which TE's attention looks at no mask that it is given."""
+_HOLD_INPUTS = {
+    **HOLD_INPUTS,
+    "tp_comm_overlap": "whose buffers hold linears' inputs",
+    "quant_recipe": "by which linears may keep quantised copies of their inputs",
+}
+_ASK_ATTENTION = dict.fromkeys(("qk_clip", "log_max_attention_logit"), "which Tempo's attention does not support")
 
 
 class SplitNorm:
@@ -76,8 +79,6 @@ class SplitNorm:
         bare.use_cpu_initialization, bare.init_model_with_meta_device = False, True
         # In a tuple, so that it is not registered as a submodule: it uses this module's parameters.
         self._linear = (self.linear_class(input_size, output_size, config=bare, **kwargs),)
-        if self.keep == "inplace" and is_quantised(config):
-            keep_given_input(self._linear[0])
 
     def forward(self: Any, x: Tensor) -> Any:
         """(output, bias or None) of x [s or s/t, b, h]; with `return_layernorm_output` also the norm's output, where
@@ -170,11 +171,6 @@ class TempoTERecomputeDotProductAttention(TempoRecomputeDotProductAttention, Tem
     """TempoRecomputeDotProductAttention in the place of `TEDotProductAttention`."""
 
 
-def _make_ops_class(mlp: Any) -> Any:
-    """An MLP of mlp.py in the place of `TEFusedMLP`, whose GELU has its tanh form."""
-    return type(mlp.__name__.replace("MLP", "OpsMLP"), (mlp,), {"approximate": "tanh", "__module__": __name__})
-
-
 @functools.cache
 def make_split_norm(norm_and_linear: Any, linear: Any, keep: str, runs_again: bool) -> Any:
     """SplitNorm in the place of `norm_and_linear`, and in front of `linear`; both are Megatron's classes."""
@@ -188,17 +184,6 @@ def make_with(mixin: Any, stock: Any, name: str | None = None) -> Any:
     made = type(name or f"Tempo{stock.__name__}", (mixin, stock), {})
     return made if name else name_as_stock(made)
 
-
-CLASSES: dict[tuple[str, str], tuple[Any, ...]] = {
-    ("activation", "inplace"): (_make_ops_class(TempoMLP),),
-    ("activation", "recompute"): (_make_ops_class(TempoRecomputeMLP),),
-    ("attention", "flash"): (TempoTEDotProductAttention,),
-    ("attention", "softmax"): (TempoTESoftmaxDotProductAttention,),
-    ("attention", "recompute"): (TempoTERecomputeDotProductAttention,),
-    ("linear_fc1", "recompute"): (_make_ops_class(TempoLinearRecomputeMLP),),
-    ("linear_fc1", "tile"): (_make_ops_class(TempoTiledMLP),),
-}
-"""(operation, value) -> the class in the place of `TEDotProductAttention` and `TEFusedMLP`."""
 
 _HOLDERS = ("self_attention", "cross_attention", "mlp", "mixer")
 _NORM_AND_LINEAR = "TELayerNormColumnParallelLinear"
@@ -263,11 +248,6 @@ def replace_linears(submodules: Any, tempo_config: TempoConfig, after_norms: tup
     return changes
 
 
-def is_fused_mlp(module: Any) -> bool:
-    """Whether a class is the op fuser's MLP."""
-    return _is_stock(module, "TEFusedMLP") and issubclass(module, MLP)
-
-
 def is_norm_and_linear(slot: Any) -> bool:
     """Whether a slot holds a norm and a linear in one: stock's, or Tempo's norm in front of TE's linear."""
     module = find_class(slot)
@@ -285,20 +265,11 @@ def find_obstacles(layer_specs: Any, transformer_config: Any) -> Obstacles:
     if any(_is_stock(attention, "TEDotProductAttention") for attention in attentions):
         why = "Transformer Engine's attention keeps no s*s tensor and no mask either"
         obstacles["attention"] = Refusal(why, is_for_auto=True)
-    for name, why in (
-        ("delay_wgrad_compute", "by which linears hold their inputs beyond backward"),
-        ("tp_comm_overlap", "whose buffers hold linears' inputs"),
-        ("cpu_offloading", "which moves linears' inputs to the host and frees them"),
-        ("fine_grained_activation_offloading", "which moves linears' inputs to the host and frees them"),
-        ("quant_recipe", "by which linears may keep quantised copies of their inputs"),
-    ):
-        if value := getattr(transformer_config, name, None):
-            refusal = Refusal(f"{name} is {'on' if value is True else 'given'}, {why}", "leave it off")
-            obstacles |= dict.fromkeys(("activation", "norm", "linear_fc1", "linear_qkv"), refusal)
-    for name in ("qk_clip", "log_max_attention_logit"):
-        if getattr(transformer_config, name, False):
-            why = f"{name} is on, which Tempo's attention does not support"
-            obstacles["attention"] = Refusal(why, "leave it off")
+    if reason := find_reason(transformer_config, _HOLD_INPUTS):
+        refusal = Refusal(reason, "leave it off")
+        obstacles |= dict.fromkeys(("activation", "norm", "linear_fc1", "linear_qkv"), refusal)
+    if reason := find_reason(transformer_config, _ASK_ATTENTION):
+        obstacles["attention"] = Refusal(reason, "leave it off")
     return obstacles
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from tempo_megatron.settings.operations import OPERATIONS, Operation
-from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.block_slots import CLASSES
 from tempo_megatron.training.run.option import Option, list_options, name_argument
 from tempo_megatron.training.run.run_config import MASKINGS, RunConfig
@@ -47,7 +46,7 @@ def _write_switches() -> Iterator[str]:
 
 
 def _list_names(operation: Operation, value: str) -> list[str]:
-    found = (each for table in (CLASSES, te.CLASSES) for each in table.get((operation.name, value), ()))
+    found = CLASSES[operation.name, value]
     return [f"{each.__module__.removeprefix('tempo_megatron.')}.{each.__name__}" for each in found]
 
 

@@ -28,7 +28,7 @@ from tempo_megatron.slots.attention import (
     TempoSoftmaxDotProductAttention,
     apply_rotary_pos_emb,
 )
-from tempo_megatron.slots.transformer_engine import CLASSES as ENGINE_CLASSES
+from tempo_megatron.slots.block_slots import CLASSES
 
 ONE_RANK = pytest.mark.usefixtures("one_rank")
 
@@ -98,9 +98,7 @@ ENGINE_WINDOWS = {
 
 @ONE_RANK
 @pytest.mark.parametrize("mask_type", ENGINE_WINDOWS)
-@pytest.mark.parametrize(
-    "tempo", [ENGINE_CLASSES["attention", value][0] for value in ("flash", "softmax", "recompute")]
-)
+@pytest.mark.parametrize("tempo", [CLASSES["attention", value][1] for value in ("flash", "softmax", "recompute")])
 def test_in_the_place_of_transformer_engines_attention_windows_hide_what_they_hide_there(tempo, mask_type):
     distance = torch.arange(12) - torch.arange(12).view(-1, 1)
     for window, (left, right) in ENGINE_WINDOWS[mask_type].items():

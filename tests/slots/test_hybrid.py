@@ -13,7 +13,7 @@ from script_ranks import results
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = str(megatron_wheels.unpack("megatron-core==0.19.2"))
-    return results(1, str(tmp_path_factory.mktemp("hybrid")), root, "hybrid_cases.py")[0]
+    return results((1,), str(tmp_path_factory.mktemp("hybrid")), root, "hybrid_cases.py")[1][0]
 
 
 @pytest.mark.parametrize("name", ["norms in place", "recompute, swiglu and RMSNorm"])
@@ -68,5 +68,5 @@ def test_what_a_pattern_cannot_have_is_refused(found: Any, name: str, said: str)
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_masks_do_not_depend_on_tensor_and_sequence_parallelism(found: Any, ranks: int, tmp_path: Any) -> None:
     root = str(megatron_wheels.unpack("megatron-core==0.19.2"))
-    for rank in results(ranks, str(tmp_path), root, "hybrid_cases.py"):
+    for rank in results((ranks,), str(tmp_path), root, "hybrid_cases.py")[ranks]:
         assert rank["masks"][0] == pytest.approx(found["masks"][0], rel=1e-5)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import megatron_wheels
 import pytest
 from distributed import run_megatron_ranks, run_megatron_ranks_once
 from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock
 from prediction_cases import BATCH, DEPTHS, FULL, OFF, build, forward, train
+from script_ranks import results
 from witness import kept_storages
 
 from tempo_megatron import TempoConfig, report_on
@@ -116,15 +111,9 @@ def test_no_logits_are_kept_and_every_slot_is_replaced():
     assert left == ["loss in model (output_layer): off"]
 
 
-def test_in_a_megatron_that_numbers_its_layers_from_one_and_repeats_a_layer():
-    folder = megatron_wheels.unpack("megatron-core==0.19.2")
-    support = Path(__file__).parents[1] / "support"
-    paths = (folder, support, support.parents[1], support.parents[1] / "kernels")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, str(support / "prediction_cases.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+def test_in_a_megatron_that_numbers_its_layers_from_one_and_repeats_a_layer(tmp_path):
+    root = str(megatron_wheels.unpack("megatron-core==0.19.2"))
+    (found,) = results((1,), str(tmp_path), root, "prediction_cases.py")[1]
     assert found["version"].startswith("0.19.2")
     for name in ("layers", "repeated, detached"):
         case = found["found"][name]

@@ -1,8 +1,7 @@
-"""Adapters, and weights' kinds, as Megatron-Bridge finds them in stock and in Tempo's models: a JSON line.
+"""Adapters, and weights' kinds, as Megatron-Bridge finds them in stock and in Tempo's models.
 
-Started by test_transformer_engine.py, one process per rank: `bridge_cases.py STORE RANK WORLD_SIZE [BRIDGE]`. The line
-also has what te_cases.py measures; without the folder of a megatron-bridge, whose own code decides and adapts, nothing
-else.
+A script of script_ranks.py, which may be given the folder of a megatron-bridge, whose own code decides and adapts. It
+finds what te_cases.py measures, too; without the folder nothing else.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import script_ranks
 import te_package
 import torch
 from gpt import gpt_config, largest_gradient_error_eps
@@ -96,7 +96,7 @@ LLAMA = {"activation": "recompute", "dropout": "recompute", "attention": "flash"
 LLAMAS = {"stock": te_cases.OFF, "in place": TempoConfig(norm="inplace", **LLAMA)}
 LLAMAS["recompute"] = TempoConfig(norm="recompute", **LLAMA)
 ADAPTERS = {"LoRA": "lora", "DoRA": "dora", "CanonicalLoRA": "canonical_lora"}
-STEPS = 4
+STEPS = 3
 
 
 def fine_tune(tempo_config: TempoConfig, kind: str) -> dict[str, Any]:
@@ -165,9 +165,9 @@ def describe(tempo_config: TempoConfig) -> dict[str, list[str]]:
 
 def measure_all(world_size: int) -> dict[str, Any]:
     found = te_cases.measure_all(world_size)
-    if len(sys.argv) <= 4:
+    if len(sys.argv) <= 3:
         return found
-    load_bridge(sys.argv[4])
+    load_bridge(sys.argv[3])
     found["adapted"] = compare({name: run_adapted(each) for name, each in MODELS.items()})
     if world_size == 1:
         found["kinds"] = {name: describe(each) for name, each in MODELS.items()}
@@ -181,4 +181,4 @@ def measure_all(world_size: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    te_cases.main(measure_all)
+    script_ranks.main(measure_all)

@@ -1,7 +1,7 @@
-"""Stock beside Tempo in HybridModels, on the stand-in of Transformer Engine: a JSON line.
+"""Stock beside Tempo in HybridModels, on the stand-in of Transformer Engine.
 
-Started by test_hybrid.py with the megatron-core of 0.19.2's wheel: `hybrid_cases.py STORE RANK WORLD_SIZE`. The mixer
-of Megatron's Mamba layers needs the kernels of mamba_ssm. Another one stands in its place, between the same linears.
+A script of script_ranks.py, for the megatron-core of 0.19.2's wheel. The mixer of Megatron's Mamba layers needs the
+kernels of mamba_ssm. Another one stands in its place, between the same linears.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import script_ranks
 import torch
 from gpt import SEQ_LENGTH, VOCAB_SIZE, gpt_config, gradients, largest_gradient_error_eps
 from megatron.core import parallel_state
@@ -231,4 +232,4 @@ def measure_all(world_size: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    te_cases.main(measure_all)
+    script_ranks.main(measure_all)

@@ -1,14 +1,13 @@
-"""One layer of GPT, BERT and T5, stock beside Tempo, in whatever megatron-core this process finds: a JSON line.
+"""One layer of GPT, BERT and T5, stock beside Tempo, in whatever megatron-core this process finds.
 
-Started by megatron_versions.py in a process of its own for each version: `megatron_version_cases.py STORE`.
+A script of script_ranks.py, which megatron_versions.py starts for each version.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
+import script_ranks
 import torch
 from gpt import (
     RECOMPUTE,
@@ -19,7 +18,6 @@ from gpt import (
     gpt_config,
     largest_gradient_error_eps,
     losses,
-    start_rank,
     t5_losses,
 )
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -125,14 +123,14 @@ def what_is_left() -> dict[str, list[str]]:
     return {name: [report.describe_counts(), *report.describe_left()] for name, report in reports.items()}
 
 
-def main() -> None:
-    start_rank(sys.argv[1], 0, 1)
-    found = {name: measure(*case) for name, case in CASES.items()}
-    dropped = {name: dropped_loss(*case) for name, case in CASES.items()}
-    told = {"version": str(find_version()), "cases": found, "dropped": dropped, "left": what_is_left()}
-    torch.distributed.destroy_process_group()
-    print(json.dumps(told))
+def measure_all(_: int) -> dict[str, Any]:
+    return {
+        "version": str(find_version()),
+        "cases": {name: measure(*case) for name, case in CASES.items()},
+        "dropped": {name: dropped_loss(*case) for name, case in CASES.items()},
+        "left": what_is_left(),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    script_ranks.main(measure_all)

@@ -39,8 +39,7 @@ def find_versions(folder: Path) -> list[Path]:
 def measure(root: Path) -> dict[str, Any]:
     """What megatron_version_cases.py finds in the megatron-core under `root`."""
     with tempfile.TemporaryDirectory() as folder:
-        (found,) = results(1, folder, str(root), "megatron_version_cases.py")
-    return found
+        return results((1,), folder, str(root), "megatron_version_cases.py")[1][0]
 
 
 def is_equal(case: dict[str, Any]) -> bool:

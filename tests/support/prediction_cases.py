@@ -1,16 +1,11 @@
-"""A small GPT with multi-token prediction, and what a training step of it gives; as a program in another Megatron.
-
-`python tests/support/prediction_cases.py` prints as JSON how Tempo and stock differ in the Megatron of PYTHONPATH, from
-0.19 on.
-"""
+"""A small GPT with multi-token prediction, and what a training step of it gives; as a script of script_ranks.py how
+Tempo and stock differ in another Megatron, from 0.19 on."""
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 from typing import Any
 
+import script_ranks
 import torch
 from gpt import (
     FULL,
@@ -19,7 +14,6 @@ from gpt import (
     gpt_config,
     gradients,
     largest_gradient_error_eps,
-    start_rank,
     tokens_of,
 )
 from megatron.core import parallel_state
@@ -36,6 +30,7 @@ OFF = TempoConfig.off()
 DEPTHS = 2
 BATCH = 2
 TOKENS = 4
+REPEATED = {"mtp_use_repeated_layer": True, "mtp_detach_heads": True}
 
 
 def make_prediction_spec(config: Any, tempo_config: TempoConfig | None) -> Any:
@@ -98,27 +93,22 @@ def train(tempo_config: TempoConfig, *, gives_mask: bool, gives_loss_mask: bool 
     return (loss.item(), gradients(model)), logged, num_masks
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        start_rank(f"{folder}/store", 0, 1)
-        repeated = {"mtp_use_repeated_layer": True, "mtp_detach_heads": True}
-        found = {}
-        for name, settings in {"layers": {}, "repeated, detached": repeated}.items():
-            stock, log, _ = train(OFF, gives_mask=True, **settings)
-            tempo, tempo_log, _ = train(TempoConfig(), gives_mask=False, **settings)
-            plain, _, num_masks = train(TempoConfig(), gives_mask=False, dropout=0.1, **settings)
-            again, _, _ = train(TempoConfig(), gives_mask=False, dropout=0.1, **settings, **FULL)
-            found[name] = {
-                "losses": [stock[0], tempo[0]],
-                "gradient_error_eps": largest_gradient_error_eps(tempo[1], stock[1]),
-                "logs": [log, tempo_log],
-                "masks": num_masks,
-                "recomputed": [plain[0] - again[0], largest_gradient_error_eps(again[1], plain[1])],
-            }
-        print(json.dumps({"version": str(find_version()), "found": found}))
-        sys.stdout.flush()
-        torch.distributed.destroy_process_group()
+def measure_all(_: int) -> dict[str, Any]:
+    found = {}
+    for name, settings in {"layers": {}, "repeated, detached": REPEATED}.items():
+        stock, log, _ = train(OFF, gives_mask=True, **settings)
+        tempo, tempo_log, _ = train(TempoConfig(), gives_mask=False, **settings)
+        plain, _, num_masks = train(TempoConfig(), gives_mask=False, dropout=0.1, **settings)
+        again, _, _ = train(TempoConfig(), gives_mask=False, dropout=0.1, **settings, **FULL)
+        found[name] = {
+            "losses": [stock[0], tempo[0]],
+            "gradient_error_eps": largest_gradient_error_eps(tempo[1], stock[1]),
+            "logs": [log, tempo_log],
+            "masks": num_masks,
+            "recomputed": [plain[0] - again[0], largest_gradient_error_eps(again[1], plain[1])],
+        }
+    return {"version": str(find_version()), "found": found}
 
 
 if __name__ == "__main__":
-    main()
+    script_ranks.main(measure_all)

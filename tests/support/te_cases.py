@@ -1,7 +1,6 @@
-"""Stock beside Tempo in specs of Transformer Engine, whose stand-in this process installs first: a JSON line.
+"""Stock beside Tempo in specs of Transformer Engine, whose stand-in this process installs first.
 
-Started by test_transformer_engine.py, one process per rank, alone or in bridge_cases.py:
-`te_cases.py STORE RANK WORLD_SIZE`.
+A script of script_ranks.py, alone or in bridge_cases.py.
 """
 
 from __future__ import annotations
@@ -10,16 +9,14 @@ import te_package
 
 te_package.install()
 
-import contextlib  # noqa: E402
 import copy  # noqa: E402
 import dataclasses  # noqa: E402
 import functools  # noqa: E402
-import json  # noqa: E402
-import sys  # noqa: E402
 import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
+import script_ranks  # noqa: E402
 import torch  # noqa: E402
 from gpt import (  # noqa: E402
     SEQ_LENGTH,
@@ -29,7 +26,6 @@ from gpt import (  # noqa: E402
     gradients,
     largest_gradient_error_eps,
     losses,
-    start_rank,
 )
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.extensions import transformer_engine as extension  # noqa: E402
@@ -40,7 +36,6 @@ from megatron.core.models.bert.bert_model import BertModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.transformer import multi_latent_attention, transformer_block  # noqa: E402
-from megatron.core.transformer.mlp import MLP  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
@@ -86,11 +81,6 @@ PARALLEL = ("in place", "recompute", "swiglu and RMSNorm", "full recomputation",
 PARALLEL += ("linears again, norms in place", "linears again, with their own norms")
 
 
-def has_fused_mlp() -> bool:
-    """Whether the op fuser's MLP is one of Megatron's: in 0.14 it is a row of operations with other parameters."""
-    return issubclass(extension.TEFusedMLP, MLP)
-
-
 def is_known(settings: dict[str, Any], _: TempoConfig) -> bool:
     """Whether Tempo has these settings in this Megatron: 0.14 knows no activation of Transformer Engine's, and has a
     window in its attention only."""
@@ -98,19 +88,10 @@ def is_known(settings: dict[str, Any], _: TempoConfig) -> bool:
     return has_window and settings.keys() <= {field.name for field in dataclasses.fields(TransformerConfig)}
 
 
-def build_gpt(config: Any, tempo_config: TempoConfig, seed: int = 7, *, has_op_fuser: bool = False) -> Any:
-    """has_op_fuser: Tempo in the spec of the op fuser, whose MLP the stand-in lacks, where its GELU is that of
-    `use_te_activation_func`; stock is the layer of that."""
-    chosen = {}
-    if has_op_fuser and not tempo_config.is_off:
-        chosen = {"use_te_op_fuser": True}
-    elif getattr(config, "use_te_activation_func", False):
-        chosen = {"use_te_activation_func": True}
+def build_gpt(config: Any, tempo_config: TempoConfig, seed: int = 7) -> Any:
+    chosen = {"use_te_activation_func": True} if getattr(config, "use_te_activation_func", False) else {}
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **chosen)
-    model = finish(functools.partial(GPTModel, config), spec, tempo_config, seed)
-    if "use_te_op_fuser" in chosen:
-        assert type(model.decoder.layers[0].mlp).__name__ == "TempoRecomputeOpsMLP"
-    return model
+    return finish(functools.partial(GPTModel, config), spec, tempo_config, seed)
 
 
 def build_latent(config: Any, tempo_config: TempoConfig) -> Any:
@@ -216,10 +197,10 @@ def run_gpt(model: Any) -> torch.Tensor:
     return losses(model, 0, 2, gives_mask=False)
 
 
-def kept_bytes(tempo_config: TempoConfig, **settings: Any) -> dict[str, Any]:
+def kept_bytes(tempo_config: TempoConfig) -> dict[str, Any]:
     """Bytes that one layer keeps, and whether a norm's output lies in memory that the linear after it keeps."""
     is_parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
-    config = gpt_config(num_layers=1, sequence_parallel=is_parallel, params_dtype=torch.bfloat16, bf16=True, **settings)
+    config = gpt_config(num_layers=1, sequence_parallel=is_parallel, params_dtype=torch.bfloat16, bf16=True)
     model = build_gpt(config, tempo_config).to(torch.bfloat16)
     loss, saved = record_saved(model, lambda: losses(model, 0, 2, gives_mask=False).sum())
     found: dict[str, int] = {}
@@ -228,21 +209,6 @@ def kept_bytes(tempo_config: TempoConfig, **settings: Any) -> dict[str, Any]:
             found[each.operation] = found.get(each.operation, 0) + each.num_bytes
     loss.backward()
     return {"total": sum(found.values()), "by_module": found}
-
-
-def in_fp8() -> dict[str, Any]:
-    """What is kept, losses and gradients, where linears compute in FP8, and what "auto" takes there."""
-    config = {"fp8": "e4m3", "fp8_recipe": "tensorwise"}
-    te_package.QUANTISES, context = True, transformer_block.get_fp8_context
-    transformer_block.get_fp8_context = lambda *_, **__: contextlib.nullcontext()
-    try:
-        return {
-            "kept": {name: kept_bytes(chosen, **config) for name, chosen in (("stock", OFF), ("inplace", INPLACE))},
-            "case": measure(build_gpt, run_gpt, config, INPLACE),
-            "auto": what_auto_takes(**config),
-        }
-    finally:
-        te_package.QUANTISES, transformer_block.get_fp8_context = False, context
 
 
 def load_each_other(exchange: Any) -> list[float]:
@@ -323,13 +289,11 @@ def what_auto_takes(**settings: Any) -> list[Any]:
 
 
 def measure_all(world_size: int) -> dict[str, Any]:
-    fused = functools.partial(build_gpt, has_op_fuser=True)
     cases = GPT_CASES if world_size == 1 else {name: GPT_CASES[name] for name in PARALLEL}
     found: dict[str, Any] = {
         "gpt": {name: measure(build_gpt, run_gpt, *case) for name, case in cases.items() if is_known(*case)},
         "latent": {name: measure(build_latent, run_gpt, *case) for name, case in LATENT_CASES.items()},
         "bert": measure(build_bert, bert_losses, {}, INPLACE),
-        "op fuser": measure(fused, run_gpt, TE_ACTIVATION, ALL_RECOMPUTED) if has_fused_mlp() else None,
         "kept": {
             name: kept_bytes(chosen)
             for name, chosen in (
@@ -341,25 +305,14 @@ def measure_all(world_size: int) -> dict[str, Any]:
                 ("stock, fc1 again", dataclasses.replace(OFF, linear_fc1="recompute")),
             )
         },
-        "fp8": in_fp8(),
     }
     if world_size == 1:
         found |= {"replaced": what_was_replaced(), "refusals": refusals()}
-        more = ("nothing", "delay_wgrad_compute", "qk_clip")
+        more = ("nothing", "delay_wgrad_compute", "qk_clip", "fp8")
         found["auto"] = {name: what_auto_takes(**{name: True}) for name in more}
         found |= {"loaded": load_each_other(exchange_plain), "resumed": load_each_other(exchange_sharded)}
     return found
 
 
-def main(measure_ranks: Any) -> None:
-    """Print what this rank measures as JSON."""
-    store, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    start_rank(store, rank, world_size)
-    found = measure_ranks(world_size)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(measure_all)
+    script_ranks.main(measure_all)

@@ -28,17 +28,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 VERSION = "2.6.0"
-QUANTISES = False
-"""Whether linears compute in FP8 and keep a quantised copy of their input, of one byte per element and without scales,
-or, with save_original_input, the input itself, which they quantise once more in backward."""
 
 
-def quantise(x: Tensor) -> Tensor:
-    return x.to(torch.float8_e4m3fn) if QUANTISES else x
+class _HasExtraState(torch.nn.Module):
+    """What all modules of Transformer Engine have, empty without fp8."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state is None or state.numel() == 0
 
 
-class TransformerEngineBaseModule(torch.nn.Module):
-    """What Transformer Engine's modules share: an extra state, empty without fp8, and parameters with an init_fn."""
+class TransformerEngineBaseModule(_HasExtraState):
+    """What Transformer Engine's modules share: parameters with an init_fn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,12 +61,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 with torch.no_grad():
                     init_fn(parameter)
 
-    def get_extra_state(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: Any) -> None:
-        assert state is None or state.numel() == 0
-
 
 class Linear(TransformerEngineBaseModule):
     """y = x W^T + b with the communication of `parallel_mode`."""
@@ -81,7 +78,6 @@ class Linear(TransformerEngineBaseModule):
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         device: Any = "cpu",
-        save_original_input: bool = False,
         **more: Any,
     ) -> None:
         super().__init__()
@@ -90,7 +86,6 @@ class Linear(TransformerEngineBaseModule):
         self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
         self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
         self.sequence_parallel = tp_size > 1 and sequence_parallel
-        self.save_original_input = save_original_input
         make = functools.partial(torch.empty, dtype=params_dtype, device=device)
         self._add_norm(make, **more)
         weight = make(self.out_features, self.in_features)
@@ -133,14 +128,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inp: Tensor, weight: Tensor, module: Linear) -> Tensor:
         ctx.module = module
-        used = quantise(inp)
-        ctx.save_for_backward(inp if module.save_original_input else used, weight)
-        return reduced(gathered(used.to(inp.dtype), module) @ weight.t(), module)
+        ctx.save_for_backward(inp, weight)
+        return reduced(gathered(inp, module) @ weight.t(), module)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         inp, weight = ctx.saved_tensors
-        return *linear_backward(grad, quantise(inp).to(grad.dtype), weight, ctx.module), None
+        return *linear_backward(grad, inp, weight, ctx.module), None
 
 
 def linear_backward(grad: Tensor, inp: Tensor, weight: Tensor, module: Linear) -> tuple[Tensor, Tensor]:
@@ -223,18 +217,17 @@ class _LayerNormLinear(torch.autograd.Function):
         ln_out = normalize(inp, gamma, beta, module.eps, module.zero_centered_gamma, module.normalization)
         mu = inp.float().mean(-1)
         rsigma = (inp.float().var(-1, correction=0) + module.eps).rsqrt()
-        used = quantise(ln_out)
-        ctx.save_for_backward(inp, gamma, beta, weight, used, mu, rsigma)
+        ctx.save_for_backward(inp, gamma, beta, weight, ln_out, mu, rsigma)
         given = ln_out.clone() if module.return_layernorm_output else None
         if given is not None and module.return_layernorm_output_gathered:
             given = gathered(given, module)
-        return gathered(used.to(inp.dtype), module) @ weight.t(), given
+        return gathered(ln_out, module) @ weight.t(), given
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_given: Any) -> tuple[Any, ...]:
         inp, gamma, beta, weight, ln_out, _, _ = ctx.saved_tensors
         module = ctx.module
-        grad_ln_out, grad_weight = linear_backward(grad, ln_out.to(grad.dtype), weight, module)
+        grad_ln_out, grad_weight = linear_backward(grad, ln_out, weight, module)
         if grad_given is not None:
             is_whole = module.sequence_parallel and module.return_layernorm_output_gathered
             grad_ln_out = grad_ln_out + (scatter(grad_given, module) if is_whole else grad_given)
@@ -253,7 +246,7 @@ def normalize(x: Tensor, gamma: Tensor, beta: Any, eps: float, is_zero_centered:
     return F.layer_norm(x, x.shape[-1:], gamma, beta, eps)
 
 
-class _Norm(torch.nn.Module):
+class _Norm(_HasExtraState):
     """`LayerNorm` and `RMSNorm`: operations of `ops` since 1.13, which have an extra state."""
 
     normalization = ""
@@ -283,12 +276,6 @@ class _Norm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return normalize(x, self.weight, self.bias, self.eps, self.zero_centered_gamma, self.normalization)
 
-    def get_extra_state(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: Any) -> None:
-        assert state is None or state.numel() == 0
-
 
 class LayerNorm(_Norm):
     normalization = "LayerNorm"
@@ -314,11 +301,8 @@ class DotProductAttention(TransformerEngineBaseModule):
     ) -> None:
         super().__init__()
         self.window_size = window_size
-        self.attention_dropout, self.softmax_scale, self.attn_mask_type = (
-            attention_dropout,
-            softmax_scale,
-            attn_mask_type,
-        )
+        self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
+        self.attn_mask_type = attn_mask_type
         self.register_load_state_dict_post_hook(_forget_extra_state)
 
     def forward(
@@ -328,12 +312,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         uses_mask = "padding" in mask_type or mask_type == "arbitrary"
         if self.window_size is not None:
+            # A causal layer's window shows no token those after it, whatever its right side is.
             assert mask_type == "causal" and query.size(0) == key.size(0)
-            mask, uses_mask, mask_type = ~_see_window(query.size(0), self.window_size[0]), True, "arbitrary"
+            ones = torch.ones(query.size(0), key.size(0), dtype=torch.bool)
+            mask, uses_mask, mask_type = ~ones.tril().triu(-self.window_size[0]), True, "arbitrary"
         out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
+            *(q, k, v),
             attn_mask=~mask if uses_mask else None,
             dropout_p=self.attention_dropout if self.training else 0.0,
             is_causal=mask_type == "causal",
@@ -343,38 +327,19 @@ class DotProductAttention(TransformerEngineBaseModule):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def _see_window(length: int, left: int) -> Tensor:
-    """Which tokens a causal layer's window shows: its right side, whatever it is, counts as 0."""
-    return torch.ones(length, length, dtype=torch.bool).tril().triu(-left)
-
-
 def _forget_extra_state(_: Any, incompatible_keys: Any) -> None:
     for key in [key for key in incompatible_keys.missing_keys if "core_attention._extra_state" in key]:
         incompatible_keys.missing_keys.remove(key)
 
 
-class _Activation(torch.nn.Module):
-    """An operation of `ops`; its GELU is the tanh form."""
+class GELU(_HasExtraState):
+    """The operation of `ops`, which is the tanh form."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
 
-    def get_extra_state(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: Any) -> None:
-        assert state is None or state.numel() == 0
-
-
-class GELU(_Activation):
     def forward(self, x: Tensor) -> Tensor:
         return F.gelu(x, approximate="tanh")
-
-
-class SwiGLU(_Activation):
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
 
 
 class _Absent:
@@ -423,8 +388,7 @@ def install() -> None:
         setattr(found[parent], last, module)
     for cls in (Linear, LayerNormLinear, LayerNorm, RMSNorm, DotProductAttention):
         setattr(found["pytorch"], cls.__name__, cls)
-    for activation in (GELU, SwiGLU):
-        setattr(found["pytorch.ops"], activation.__name__, activation)
+    found["pytorch.ops"].GELU = GELU  # type: ignore[attr-defined]
     found["pytorch.module.base"].TransformerEngineBaseModule = TransformerEngineBaseModule  # type: ignore[attr-defined]
     for name in ("pytorch.fp8", "pytorch.quantization"):
         found[name].FP8GlobalStateManager = FP8GlobalStateManager  # type: ignore[attr-defined]
