@@ -1,10 +1,12 @@
-"""Linears, and attention, that run again in backward: the same losses and gradients, bit by bit, from fewer bytes."""
+"""Linears, and attention, that run again in backward: the same losses and gradients, bit by bit, from fewer bytes; and
+the MLP a tile of tokens at a time, from its input alone."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import megatron_cpu
 import pytest
@@ -14,19 +16,50 @@ from distributed import run_megatron_ranks
 from gpt import build_gpt, gpt_config, losses
 from grid.cases import Case, Layout
 from grid.run_model import run_model
-from linear_cases import AGAIN, CASES, RECOMPUTE, Difference, compare, count_alive, list_calls
+from linear_cases import AGAIN, CASES, RECOMPUTE, Difference, Found, compare, count_alive, list_calls, run
 
 from tempo_megatron import TempoConfig, tempo_block_spec
 from tempo_megatron.slots.linear import LinearCall
+from tempo_megatron.slots.mlp import TempoTiledMLP
 from tempo_megatron.slots.report import report_on
 
 ONE_RANK = pytest.mark.usefixtures("one_rank")
 # Its head has a norm of Megatron's own, which refuses sequence parallelism without Apex.
 PARALLEL = [name for name in CASES if name != "BERT"]
-FEW = ["GPT", "GPT, norms in place", "GPT, stock", "Llama, q and k normed", "T5", "GPT, core attention recomputed"]
+FEW = ["GPT", "GPT, norms in place", "GPT, stock", "Llama, q and k normed", "GPT, core attention recomputed"]
+TILED = ["GPT", "GPT, stock", "Llama, stock MLP", "T5", "GPT, all recomputed"]
+TILED_TP = ["Llama"]
 
 
-def check(found: dict[tuple[str, str], Difference]) -> None:
+Tiles = dict[str, tuple[Found, Found]]
+
+
+def run_tiles(names: list[str], sequence_parallel: bool) -> Tiles:
+    """Name -> the run with an MLP whose first linear runs again as a whole, and that in tiles."""
+    found = {}
+    for name in names:
+        values = ({"linear_fc1": "recompute"}, {"linear_fc1": "tile"})
+        tempo = CASES[name].tempo
+        # Three tiles of 16 rows of 2 samples: 6, 6 and 4; on two ranks with sequence parallelism 3, 3 and 2 of 8.
+        with mock.patch.object(TempoTiledMLP, "count_tile_tokens", lambda _: 12):
+            runs = [
+                run(CASES[name], dataclasses.replace(tempo, **value), torch.float32, 0.1, sequence_parallel)
+                for value in values
+            ]
+        found[name] = runs[0], runs[1]
+    return found
+
+
+Differences = dict[tuple[str, str], Difference]
+
+
+def run_all(
+    names: list[str], dtype: torch.dtype, dropout: float, sequence_parallel: bool, tiled: list[str]
+) -> tuple[Differences, Tiles]:
+    return compare(names, dtype, dropout, sequence_parallel), run_tiles(tiled, sequence_parallel)
+
+
+def check(found: Differences, tiles: Tiles) -> None:
     for (name, again), difference in found.items():
         assert difference.changed == [], (name, again)
         is_recomputed = {
@@ -37,6 +70,13 @@ def check(found: dict[tuple[str, str], Difference]) -> None:
         for stack, (without, kept, counted) in difference.kept.items():
             assert kept == without if is_recomputed.get(name) else kept < without, (name, again, stack)
             assert counted in (kept, None), (name, again, stack)
+    for name, (whole, tiled) in tiles.items():
+        assert (whole.keys, whole.kept) == (tiled.keys, tiled.kept), name
+        torch.testing.assert_close(tiled.losses, whole.losses, rtol=1e-6, atol=1e-6)
+        assert whole.gradients.keys() == tiled.gradients.keys()
+        for key, expected in whole.gradients.items():
+            error = (tiled.gradients[key] - expected).abs().max() / expected.abs().max()
+            assert error < 1e-5, (name, key, error)
 
 
 @pytest.mark.slow
@@ -46,9 +86,9 @@ def check(found: dict[tuple[str, str], Difference]) -> None:
 def test_losses_gradients_and_keys_are_those_of_the_run_without_and_the_formula_says_what_is_kept(
     dtype: torch.dtype, dropout: float
 ) -> None:
-    (found,) = run_megatron_ranks(compare, 1, 1, list(CASES), dtype, dropout)
-    assert len(found) == 27
-    check(found)
+    ((found, tiles),) = run_megatron_ranks(run_all, 1, 1, list(CASES), dtype, dropout, False, TILED)
+    assert len(found) == sum(len(case.again) for case in CASES.values()) >= 20
+    check(found, tiles)
 
 
 @pytest.mark.slow
@@ -58,8 +98,8 @@ def test_losses_gradients_and_keys_are_those_of_the_run_without_and_the_formula_
     ids=["SP, few", "TP", "SP"],
 )
 def test_they_are_in_two_tensor_parallel_ranks(names: list[str], dtype: torch.dtype, sequence_parallel: bool) -> None:
-    for found in run_megatron_ranks(compare, 2, 2, names, dtype, 0.1, sequence_parallel):
-        check(found)
+    for found in run_megatron_ranks(run_all, 2, 2, names, dtype, 0.1, sequence_parallel, TILED_TP):
+        check(*found)
 
 
 @ONE_RANK

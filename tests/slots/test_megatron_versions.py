@@ -61,7 +61,9 @@ def test_tempo_equals_stock_in_this_version(root: Path) -> None:
     assert f"\n| {found['version']} | " in megatron_versions.TABLE.read_text("utf-8")
 
 
+# Where no folder is given, test_layer_spec.py, test_layers.py and test_masks.py say the same of this version.
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_tempo_equals_stock_in_the_installed_version() -> None:
     found = check(Path(megatron.core.__file__).parent.parent.parent)
     assert found["version"] == megatron.core.__version__
