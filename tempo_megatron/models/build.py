@@ -216,7 +216,7 @@ def build_layer(spec: Any, *, config: Any, **arguments: Any) -> Any:
     if getattr(config, "multi_latent_attention", False):
         spec = copy.deepcopy(spec)
         _put_latent(spec)
-    with _linear_of_latent_attention():
+    with _mend_names():
         return build_module(spec, config=config, **arguments)
 
 
@@ -258,7 +258,7 @@ def build_model(
         # Without Transformer Engine the router looks for a name that nobody defines (moe_utils.py:1192 of 0.16.1).
         moe_utils.te_general_gemm = None
     model_class = _CLASSES[shape.family][choices.config.loss == "fused"]
-    with _norm_of_the_head(), _linear_of_latent_attention():
+    with _mend_names():
         model = model_class(config=config, **_list_own_arguments(shape, config, specs, vp_stage), **common)
     tempoize_embedding(model, choices.config)
     for stack in specs:
@@ -307,34 +307,23 @@ _CLASSES = {"gpt": (GPTModel, TempoGPTModel), "bert": (BertModel, TempoBertModel
 
 
 @contextlib.contextmanager
-def _norm_of_the_head() -> Iterator[None]:
-    """Inside the context BERT's head is built with TorchNorm, for sequence parallelism.
+def _mend_names() -> Iterator[None]:
+    """Inside the context two names of Megatron's are what its constructors need without Apex and Transformer Engine.
 
-    The head names its norm itself (models/bert/bert_lm_head.py:16 of megatron-core 0.16.1). Without Apex that is
-    Megatron's wrapper around torch's LayerNorm, which refuses sequence parallelism (transformer/torch_norm.py:32)."""
-    if bert_lm_head.LNImpl is not WrappedTorchNorm:
+    BERT's head names its norm itself (models/bert/bert_lm_head.py:16 of megatron-core 0.16.1): Megatron's wrapper
+    around torch's LayerNorm, which refuses sequence parallelism (transformer/torch_norm.py:32). Latent attention asks
+    whether a linear is of a class that is none then (transformer/multi_latent_attention.py:185).
+    """
+    changes: dict[tuple[Any, str], Any] = {}
+    if bert_lm_head.LNImpl is WrappedTorchNorm:
+        changes[bert_lm_head, "LNImpl"] = TorchNorm
+    if not isinstance(getattr(multi_latent_attention, "TELinear", _NoLinear), type):
+        changes[multi_latent_attention, "TELinear"] = _NoLinear
+    with contextlib.ExitStack() as undo:
+        for (module, name), value in changes.items():
+            undo.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, value)
         yield
-        return
-    bert_lm_head.LNImpl = TorchNorm
-    try:
-        yield
-    finally:
-        bert_lm_head.LNImpl = WrappedTorchNorm
-
-
-@contextlib.contextmanager
-def _linear_of_latent_attention() -> Iterator[None]:
-    """Inside the context Megatron's latent attention can ask whether a linear is Transformer Engine's. Where that is
-    not installed, the name is no class (transformer/multi_latent_attention.py:185 of megatron-core 0.16.1)."""
-    stock = getattr(multi_latent_attention, "TELinear", _NoLinear)
-    if isinstance(stock, type):
-        yield
-        return
-    multi_latent_attention.TELinear = _NoLinear
-    try:
-        yield
-    finally:
-        multi_latent_attention.TELinear = stock
 
 
 class _NoLinear(torch.nn.Module):

@@ -155,41 +155,27 @@ def make_checkout(folder: Path) -> Path:
     return script
 
 
-def test_the_checkout_is_found_around_the_script_and_the_launchers_rank_moves_behind_it(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("with_training")
+def test_the_checkout_is_around_the_script_or_given_and_tempos_arguments_may_stand_in_front(tmp_path: Path) -> None:
     script = make_checkout(tmp_path)
     found = run.split_command_line(["--local_rank=3", str(script), "--use-tempo"])
     assert found == (tmp_path, script, ["--use-tempo", "--local_rank=3"], [])
-
-
-def test_tempos_arguments_may_stand_before_the_script(tmp_path: Path) -> None:
-    script = make_checkout(tmp_path)
     options = ["--use-tempo", "--tempo-norm", "off", "--tempo-loss=off", "--tempo-ledger"]
     found = run.split_command_line(
         [*options[:1], "--megatron-root", str(tmp_path), *options[1:], str(script), "train", "--lr", "1"]
     )
     assert found == (tmp_path, script, ["train", "--lr", "1"], [*options[:-1], "--tempo-ledger=tempo_ledger"])
-
-
-@pytest.mark.usefixtures("with_training")
-def test_a_script_elsewhere_takes_an_installed_megatron_training(tmp_path: Path) -> None:
-    assert run.split_command_line([__file__, "--x"]) == (None, Path(__file__), ["--x"], [])
-    assert run.split_command_line([str(make_checkout(tmp_path))])[0] == tmp_path
+    elsewhere = (Path(__file__), ["--x"], [])
+    assert run.split_command_line([f"--megatron-root={tmp_path}", __file__, "--x"]) == (tmp_path, *elsewhere)
+    # An installed megatron.training.
+    assert run.split_command_line([__file__, "--x"]) == (None, *elsewhere)
+    assert run.split_command_line([str(script)])[0] == tmp_path
 
 
 @pytest.mark.skipif(is_installed("megatron.training"), reason="megatron.training is installed")
 def test_a_script_elsewhere_asks_for_a_checkout_where_megatron_training_is_not_installed() -> None:
     with pytest.raises(LaunchError, match="megatron.training is not installed; give a Megatron-LM checkout with --meg"):
         run.split_command_line([__file__, "--x"])
-
-
-def test_a_script_elsewhere_takes_the_checkout_it_is_given(tmp_path: Path) -> None:
-    make_checkout(tmp_path)
-    assert run.split_command_line([f"--megatron-root={tmp_path}", __file__, "--x"]) == (
-        tmp_path,
-        Path(__file__),
-        ["--x"],
-        [],
-    )
 
 
 def refuse() -> None:
@@ -310,61 +296,60 @@ def test_masks_are_left_to_stock_where_nobody_knows_their_samples_unless_these_w
     assert find_obstacles(config, RUN) == {}
 
 
-def config_of(**settings: Any) -> Any:
-    sizes = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1}
-    return SimpleNamespace(**{**sizes, "hidden_dropout": 0.0, "attention_dropout": 0.0, **settings})
+PACKED = SimpleNamespace(sft=True)
+STAGES = {"pipeline_model_parallel_size": 2}
+SHARED = {"context_parallel_size": 2, "hidden_dropout": 0.1}
+SHARED_DROP = "sft is on with context_parallel_size 2 and hidden_dropout 0.1, and Megatron's scripts do not say which"
 
 
-@pytest.mark.parametrize(
-    ("sft", "stages", "version"), [(True, 2, "0.16.1"), (True, 1, "0.16.1"), (False, 2, "0.16.1"), (True, 2, "0.19.2")]
-)
-def test_packed_rows_are_refused_where_a_stage_does_not_know_their_documents(sft, stages, version, monkeypatch) -> None:
-    monkeypatch.setattr(megatron.core, "__version__", version)
-    config = config_of(pipeline_model_parallel_size=stages)
-    found = find_obstacles(config, SimpleNamespace(sft=sft))
-    assert bool(found) == (sft and stages == 2 and version == "0.16.1")
-    if found:
-        assert found["attention"].reason == (
-            "sft is on with 2 pipeline stages, and megatron-core 0.16.1 tells the first one alone where packed "
-            "documents begin"
-        )
+def chunks_of(comm_type: Any, dropout: float = 0.1, size: int = 2) -> dict[str, Any]:
+    return {"context_parallel_size": size, "cp_comm_type": comm_type, "attention_dropout": dropout}
 
 
-@pytest.mark.parametrize(("sft", "ranks", "dropout"), [(True, 2, 0.1), (True, 2, 0.0), (True, 1, 0.1), (False, 2, 0.1)])
-def test_no_masks_are_drawn_for_documents_of_unknown_samples_that_ranks_share(sft, ranks, dropout) -> None:
-    found = find_obstacles(config_of(context_parallel_size=ranks, hidden_dropout=dropout), SimpleNamespace(sft=sft))
-    assert set(found) == ({"dropout", "attention"} if sft and ranks == 2 and dropout else set())
-    for refusal in found.values():
-        assert refusal.reason.startswith("sft is on with context_parallel_size 2 and hidden_dropout 0.1, and Megatron")
+def cut(seq_length: int) -> SimpleNamespace:
+    return SimpleNamespace(seq_length=seq_length, hierarchical_context_parallel_sizes=[2, 2])
 
 
-@pytest.mark.parametrize(
-    ("comm_type", "seq_length", "dropout", "chunk"),
-    [
-        ("p2p", 48, 0.1, "12"),
-        (["a2a", "all_gather"], 36, 0.1, "9"),
-        ("a2a+p2p", 40, 0.1, "10"),
-        ("a2a+p2p", 64, 0.1, None),
-        ("a2a", 36, 0.1, None),
-        ("p2p", 64, 0.1, None),
-        ("p2p", 48, 0.0, None),
-    ],
-)
-def test_chunks_that_masks_on_a_gpu_cannot_have_are_refused_at_the_start(
-    comm_type, seq_length, dropout, chunk, monkeypatch
+def no_chunks(seq_length: int, size: int, chunk: str) -> str:
+    return (
+        f"seq_length {seq_length} gives context_parallel_size {size} chunks of {chunk} tokens, and attention with "
+        "dropout on a GPU takes multiples of 8"
+    )
+
+
+# Megatron's version, its configuration and arguments, and why operations cannot be had: documents that a stage does not
+# know, documents of unknown samples that ranks share, and chunks that masks on a GPU cannot have.
+OBSTACLES: list[tuple[str, dict[str, Any], SimpleNamespace, set[str], str]] = [
+    ("0.16.1", STAGES, PACKED, {"attention"}, "sft is on with 2 pipeline stages, and megatron-core 0.16.1 tells the"),
+    ("0.16.1", {}, PACKED, set(), ""),
+    ("0.16.1", STAGES, SimpleNamespace(sft=False), set(), ""),
+    ("0.19.2", STAGES, PACKED, set(), ""),
+    ("0.16.1", SHARED, PACKED, {"dropout", "attention"}, SHARED_DROP),
+    ("0.16.1", {**SHARED, "hidden_dropout": 0.0}, PACKED, set(), ""),
+    ("0.16.1", {**SHARED, "context_parallel_size": 1}, PACKED, set(), ""),
+    ("0.16.1", SHARED, SimpleNamespace(sft=False), set(), ""),
+    ("0.16.1", chunks_of("p2p"), cut(48), {"attention"}, no_chunks(48, 2, "12")),
+    ("0.16.1", chunks_of(["a2a", "all_gather"]), cut(36), {"attention"}, no_chunks(36, 2, "9")),
+    ("0.16.1", chunks_of("a2a+p2p", size=4), cut(40), {"attention"}, no_chunks(40, 4, "10")),
+    ("0.16.1", chunks_of("a2a+p2p", size=4), cut(64), set(), ""),
+    ("0.16.1", chunks_of("a2a"), cut(36), set(), ""),
+    ("0.16.1", chunks_of("p2p"), cut(64), set(), ""),
+    ("0.16.1", chunks_of("p2p", dropout=0.0), cut(48), set(), ""),
+]
+
+
+@pytest.mark.parametrize(("version", "settings", "arguments", "operations", "reason"), OBSTACLES)
+def test_what_a_run_cannot_have_is_known_at_the_start(
+    version: str, settings: Any, arguments: Any, operations: set[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(is_cuda=True))
-    size = 4 if comm_type == "a2a+p2p" else 2
-    config = config_of(context_parallel_size=size, cp_comm_type=comm_type, attention_dropout=dropout)
-    run = SimpleNamespace(seq_length=seq_length, hierarchical_context_parallel_sizes=[2, 2])
-    found = find_obstacles(config, run)
-    assert set(found) == ({"attention"} if chunk else set())
-    if found:
-        assert found["attention"].reason == (
-            f"seq_length {seq_length} gives context_parallel_size {size} chunks of {chunk} tokens, and attention with "
-            "dropout on a GPU takes multiples of 8"
-        )
+    sizes = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1}
+    config = SimpleNamespace(**{**sizes, "hidden_dropout": 0.0, "attention_dropout": 0.0, **settings})
+    found = find_obstacles(config, arguments)
+    assert set(found) == operations
+    assert all(refusal.reason.startswith(reason) for refusal in found.values())
 
 
 def test_the_launcher_says_how_it_is_used() -> None:

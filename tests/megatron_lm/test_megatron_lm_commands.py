@@ -78,7 +78,7 @@ def test_the_document_has_a_command_for_each_launcher() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", *exhaustive(["deepspeed"]), "srun"])
+@pytest.mark.parametrize("launcher", ["torchrun", *exhaustive(["deepspeed"], ["srun"])])
 def test_the_documented_command_works_from_the_checkouts_folder(tmp_path: Path, launcher: str) -> None:
     make_checkout(tmp_path, _SAY)
     command = list_commands()[launcher].replace(" ...", "").replace("--nproc_per_node 8", "--nproc_per_node 1")

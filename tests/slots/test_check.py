@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import exhaustive
 from distributed import run_megatron_ranks
 from expert_cases import SWIGLU
 from gpt import FULL, build_gpt, gpt_config, gradients, losses
@@ -111,7 +112,7 @@ def with_faults(*faults: Callable[[Any], None]) -> Callable[..., Any]:
 
 
 @ONE_RANK
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, *exhaustive([torch.bfloat16])], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("fault", "where", "operation", "settings"),
     [
@@ -130,13 +131,10 @@ def test_a_fault_stops_the_run_and_names_its_operation(
 
 
 @ONE_RANK
-def test_two_faults_are_both_named() -> None:
+def test_two_faults_are_both_named_and_one_that_is_turned_off_or_not_looked_for_does_not_stop_the_run() -> None:
+    # In bfloat16, whose bounds are wider.
     with pytest.raises(ValueError, match="train with --tempo-norm off, --tempo-attention off$"):
-        run_gpt(build=with_faults(transpose_heads, take_another_eps))
-
-
-@ONE_RANK
-def test_a_fault_that_is_turned_off_or_not_looked_for_does_not_stop_the_run() -> None:
+        run_gpt(dtype=torch.bfloat16, build=with_faults(transpose_heads, take_another_eps), layernorm_epsilon=1e-3)
     build = with_faults(take_another_eps)
     assert [line[:8] for line in run_gpt(TempoConfig(norm="off"), build=build)] == ["checked:"]
     assert run_gpt(TempoConfig(check="off"), build=build) == []
@@ -151,9 +149,9 @@ VALUES = (
 
 
 @ONE_RANK
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_every_value_is_checked(dtype: torch.dtype) -> None:
-    for values in VALUES:
+@pytest.mark.parametrize("values", VALUES)
+def test_every_value_is_checked(values: TempoConfig) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
         (line,) = run_gpt(values, dtype, dropout=0.1, num_query_groups=2, qk_layernorm=True)
         assert line.startswith("checked: output and 17 gradients of decoder.layers.0 equal stock's within "), line
         assert line.endswith(" on 32 tokens at dropout 0")  # of two samples
@@ -186,12 +184,12 @@ def shrink(name: str) -> Any:
 
 
 @ONE_RANK
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16", *exhaustive(["fp32"])])
 @pytest.mark.parametrize(
     ("name", "num_kinds"),
     [
-        *(("gpt2_tiny", 1), ("bert_tiny", 1), ("t5_tiny", 2), ("llama3.2_1b", 1), ("qwen3_0.6b", 1)),
-        *(("mixtral_8x7b", 1), ("qwen3_30b_a3b", 1), ("deepseek_v3", 2)),
+        *(("gpt2_tiny", 1), ("bert_tiny", 1), ("t5_tiny", 2), ("qwen3_0.6b", 1), ("qwen3_30b_a3b", 1)),
+        *(("deepseek_v3", 2), *exhaustive(("llama3.2_1b", 1), ("mixtral_8x7b", 1))),
     ],
 )
 def test_sound_layers_raise_no_alarm(name: str, num_kinds: int, precision: str) -> None:

@@ -36,13 +36,13 @@ CASES = {
     "packed, of unknown samples": (4, 4, {**PACKED, "causal": False}, torch.bfloat16),
 }
 LAYOUTS = [
-    (2, "p2p", None),
     (4, "a2a+p2p", (2, 2)),
     (2, "all_gather", None),
     (2, "a2a", None),
     (4, ["all_gather", "p2p"], None),
 ]
 MORE_LAYOUTS = [
+    (2, "p2p", None),
     (4, "all_gather", None),
     (4, "a2a", None),
     (8, "p2p", None),
@@ -165,7 +165,6 @@ MODEL_LAYOUTS = [
     ("GPT", 2, 2, True, "p2p", {}),
     ("Llama", 2, 2, True, "all_gather", {"attention": "recompute", "linear_qkv": "recompute"}),
     ("Llama", 4, 1, False, "a2a", {}),
-    ("GPT", 4, 1, False, "p2p", {}),
 ]
 MORE_MODEL_LAYOUTS = [
     (model, cp, tp, tp > 1, comm_type, {})

@@ -8,6 +8,7 @@ import torch
 from distributed import run_megatron_ranks, run_ranks
 from gpt import assert_equal_to_stock
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_runs import with_sample
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.slots.choose import choose
@@ -21,13 +22,17 @@ def measured():
 
 
 @pytest.fixture(scope="module")
-def of_layouts():
-    """Of two ranks: layout -> what each rank finds."""
-    return by_layout(run_ranks(expert_cases.compare_layouts, 2, expert_cases.LAYOUTS))
-
-
-def by_layout(ranks):
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+def of_layouts(request):
+    """Layout -> what each of its two or four ranks finds."""
+    is_exhaustive = request.config.getoption("--exhaustive")
+    sizes: dict[int, dict] = {}
+    for name, layout in (expert_cases.LAYOUTS if is_exhaustive else expert_cases.SAMPLE).items():
+        sizes.setdefault(4 if "EP 2" in name and "PP 2" in name else 2, {})[name] = layout
+    found = {}
+    for size, layouts in sizes.items():
+        ranks = run_ranks(expert_cases.compare_layouts, size, layouts)
+        found |= {name: [rank[name] for rank in ranks] for name in layouts}
+    return found
 
 
 GROUPED = [f"grouped: {name}" for name in expert_cases.GROUPED]
@@ -71,16 +76,16 @@ def test_between_projection_and_attention_the_projections_output_alone_is_kept(m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", expert_cases.LAYOUTS)
-def test_layouts_equal_stock_of_the_same_layout(of_layouts, layout):
-    check_equal(of_layouts[layout])
-
-
-def check_equal(ranks):
+@pytest.mark.parametrize("layout", with_sample(expert_cases.LAYOUTS, expert_cases.SAMPLE))
+def test_layouts_equal_stock_of_the_same_layout_and_draw_the_masks_of_one_rank(of_layouts, layout):
+    ranks = of_layouts[layout]
     for rank in ranks:
         stock, *others = (each["found"] for each in rank["measured"])
         for tempo in others:
             assert_equal_to_stock(tempo, stock)
+    # The first half of a pipeline's ranks has no loss.
+    for rank in ranks[len(ranks) // 2 :] if "PP" in layout else ranks:
+        assert rank["dropped"] == pytest.approx(rank["alone"], rel=1e-6)
 
 
 @pytest.mark.slow
@@ -91,28 +96,6 @@ def test_tokens_that_are_sent_again_are_not_kept(of_layouts, layout):
     # and of each token two copies, wherever they are.
     assert sum(saved) == 2 * 2 * 32 * (1 + 2) * 32 * 4
     assert "without" not in layout or saved[1] == 2 * 32 * 32 * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", expert_cases.LAYOUTS)
-def test_dropout_masks_do_not_depend_on_how_experts_are_laid_out(of_layouts, layout):
-    check_masks(of_layouts, layout)
-
-
-def check_masks(of_layouts, layout):
-    """The first half of a pipeline's ranks has no loss."""
-    alone, ranks = of_layouts["alone"][0][layout], of_layouts[layout]
-    for rank in ranks[len(ranks) // 2 :] if "PP" in layout else ranks:
-        assert rank["dropped"] == pytest.approx(alone, rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_layouts_of_four_ranks_equal_stock_and_have_the_same_masks():
-    found = by_layout(run_ranks(expert_cases.compare_layouts, 4, expert_cases.OF_FOUR))
-    for layout in expert_cases.OF_FOUR:
-        check_equal(found[layout])
-        check_masks(found, layout)
 
 
 def config_of(**settings):

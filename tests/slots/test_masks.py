@@ -5,6 +5,7 @@ Of GPT they are those of their definition; of BERT and T5 too every dropout draw
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -49,6 +50,7 @@ def masks_of_rank(sequence_parallel, micro_batch_size, recompute, comm_type="p2p
     return drawn
 
 
+@functools.cache
 def expected_masks():
     """Every mask of SAMPLES samples, from its definition: (key, sample, head, row) -> columns that matter."""
     masks = {}

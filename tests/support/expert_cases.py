@@ -237,45 +237,35 @@ EP_2 = {"expert_model_parallel_size": 2}
 # Both experts of each token are on the first rank.
 ONE_SIDED = {**SWIGLU, **ALL_TO_ALL, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 PP_2 = {"pipeline_model_parallel_size": 2}
-LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "EP 2": (EP_2, {**SWIGLU, **SHARED}),
+SPLIT = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+TP_2_EP_2 = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **EP_2}
+# Name -> sizes, settings of the model; of every run, and of --exhaustive.
+SAMPLE: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "EP 2, all-to-all": (EP_2, {**FUSED, **ALL_TO_ALL, **SHARED}),
     "EP 2, all-to-all, dropped and padded": (EP_2, CASES["tokens dropped and padded"]),
     "EP 2, all-to-all, a rank without tokens": (EP_2, ONE_SIDED),
+    "PP 2, grouped, top 8": (PP_2, {**FUSED, "num_moe_experts": 16, "moe_router_topk": 8}),
+    "TP 2, SP, experts split": (SPLIT, SQUARED),
+    "TP 2, SP, EP 2, all-to-all": (TP_2_EP_2, {**SQUARED, **SHARED, **ALL_TO_ALL}),
+}
+LAYOUTS = {
+    **SAMPLE,
+    "EP 2": (EP_2, {**SWIGLU, **SHARED}),
     "EP 2, all-to-all, recomputed": (EP_2, {**CASES["the layer recomputed"], **ALL_TO_ALL}),
     "EP 2, all-to-all, grouped": (EP_2, {**FUSED, **ALL_TO_ALL, **SHARED}),
     "PP 2": (PP_2, {**FUSED, **SHARED, "moe_z_loss_coeff": 0.1}),
-    "PP 2, grouped, top 8": (PP_2, {**FUSED, "num_moe_experts": 16, "moe_router_topk": 8}),
-    "TP 2, SP, experts split": ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, SQUARED),
-    "TP 2, SP, experts split, all-to-all": (
-        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
-        {**SQUARED, **ALL_TO_ALL},
-    ),
-    "TP 2, SP, EP 2": (
-        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **EP_2},
-        {**SQUARED, **SHARED},
-    ),
-    "TP 2, SP, EP 2, all-to-all": (
-        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **EP_2},
-        {**SQUARED, **SHARED, **ALL_TO_ALL},
-    ),
-    "TP 2, SP, EP 2, all-to-all, grouped": (
-        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **EP_2},
-        {**SQUARED, **ALL_TO_ALL},
-    ),
-}
-OF_FOUR: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "TP 2, SP, experts split, all-to-all": (SPLIT, {**SQUARED, **ALL_TO_ALL}),
+    "TP 2, SP, EP 2": (TP_2_EP_2, {**SQUARED, **SHARED}),
+    "TP 2, SP, EP 2, all-to-all, grouped": (TP_2_EP_2, {**SQUARED, **ALL_TO_ALL}),
     "EP 2, PP 2, all-to-all": ({**EP_2, **PP_2}, {**FUSED, **ALL_TO_ALL, **SHARED}),
-    "TP 2, SP, EP 2, PP 2": (
-        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **EP_2, **PP_2},
-        {**SQUARED, **SHARED},
-    ),
+    "TP 2, SP, EP 2, PP 2": ({**TP_2_EP_2, **PP_2}, {**SQUARED, **SHARED}),
 }
 OF_CONFIG = ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size")
 
 
 def compare_layouts(layouts: dict[str, tuple[dict[str, int], dict[str, Any]]]) -> dict[str, Any]:
-    """Stock's and Tempo's measurements in each layout, and the loss that each rank finds with masks."""
+    """Stock's and Tempo's measurements in each layout, the loss that each rank finds with masks, and that which it
+    finds alone."""
     prepare()
     found: dict[str, Any] = {}
     for name, (sizes, settings) in layouts.items():
@@ -291,9 +281,9 @@ def compare_layouts(layouts: dict[str, tuple[dict[str, int], dict[str, Any]]]) -
             "dropped": find_dropped_loss(settings),
         }
         parallel_state.destroy_model_parallel()
-    # What one rank finds with masks, on each of the two.
     initialize({})
-    found["alone"] = {name: find_dropped_loss(settings) for name, (_, settings) in layouts.items()}
+    for name, (_, settings) in layouts.items():
+        found[name]["alone"] = find_dropped_loss(settings)
     return found
 
 

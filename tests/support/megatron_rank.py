@@ -34,7 +34,8 @@ def main() -> None:
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.path.insert(0, root)
-    sys.modules["transformers"] = None  # type: ignore[assignment]  # takes seconds, for tokenizers that no run has
+    # They take seconds, for tokenizers and loggers that no run has.
+    sys.modules |= dict.fromkeys(("transformers", "wandb"))  # type: ignore[arg-type]
     megatron_cpu.install()
     megatron_cpu.skip_what_is_compiled(root)
     torch.set_num_threads(1)
