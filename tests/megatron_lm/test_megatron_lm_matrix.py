@@ -53,7 +53,7 @@ _EP_2, _EP_2_OF_TP = "--expert-model-parallel-size 2", "--expert-model-parallel-
 # Of every run: a kind of model, of recomputation and of parallelism that no other test of Megatron-LM's script has, and
 # one 16-bit dtype. The others are for --exhaustive.
 SAMPLE = (
-    *("MoE", "EP 2, sent again", "mlp with biases", "bf16"),
+    *("EP 2, sent again", "mlp with biases", "bf16"),
     *("TP 2 + SP, LLaMA", "PP 2, interleaved", "DP 2, distributed optimizer"),
 )
 CASES = {

@@ -1,4 +1,5 @@
-"""Layers with values of their own: each computes, draws and keeps what it does in a model where all are like it."""
+"""Layers with values of their own: each computes and keeps what it does in a model where all are like it. That masks
+stay is in test_megatron_lm_layouts.py."""
 
 from __future__ import annotations
 
@@ -6,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_megatron_ranks, run_ranks
-from drawn_masks import join_draws, recorded_draws
+from distributed import run_ranks
 from gpt import (
     assert_equal_to_stock,
     bert_losses,
@@ -24,7 +24,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from tempo_megatron import TempoConfig, tempoize, use_cpu
 from tempo_megatron.memory.tape.scopes import record_saved
-from tempo_megatron.slots.dropout_rng import Site, Stack, derive_site_key
 from tempo_megatron.slots.report import report_on
 
 ONE_RANK = pytest.mark.usefixtures("one_rank")
@@ -35,65 +34,25 @@ LAYERS = {
     "2": {"activation": "off", "norm": "off", "dropout": "off", "attention": "off"},
 }
 MIXED = TempoConfig(layers=LAYERS)
-# As MIXED, with Tempo's masks in every layer.
-ALL_DRAW = TempoConfig(layers={"0": {"activation": "recompute"}, "1-2": {"norm": "recompute", "attention": "softmax"}})
 
 
-def mixed_model(tempo_config: TempoConfig, sequence_parallel: bool = False, **settings: Any) -> Any:
-    return build_gpt(gpt_config(num_layers=4, sequence_parallel=sequence_parallel, **settings), tempo_config)
+def mixed_model(tempo_config: TempoConfig, **settings: Any) -> Any:
+    return build_gpt(gpt_config(num_layers=4, **settings), tempo_config)
 
 
-def loss_gradients_and_keys(tempo_config: TempoConfig, sequence_parallel: bool, settings: dict[str, Any]) -> Any:
-    model = mixed_model(tempo_config, sequence_parallel, **settings)
-    loss = losses(model, 0, 2, gives_mask=True).mean()
-    loss.backward()
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if value is not None}
-    sharded = sorted(getattr(value, "key", name) for name, value in model.sharded_state_dict().items())
-    return (loss.item(), gradients(model)), shapes, sharded
-
-
-FULL = {"recompute_granularity": "full", "recompute_num_layers": 2}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-LAYOUTS: dict[str, tuple[int, bool, list[dict[str, Any]]]] = {
-    "TP 1": (1, False, [{}, {**FULL, "recompute_method": "uniform"}, CORE]),
-    "TP 2 + SP": (2, True, [{}, {**FULL, "recompute_method": "block"}]),
-}
-
-
-def ours_and_stock(sequence_parallel: bool, recomputation: list[dict[str, Any]]) -> Any:
-    return [
-        [loss_gradients_and_keys(each, sequence_parallel, settings) for each in (MIXED, OFF)]
-        for settings in recomputation
-    ]
-
-
-@pytest.mark.parametrize(("tp", "sequence_parallel", "recomputation"), LAYOUTS.values(), ids=LAYOUTS)
-def test_loss_gradients_and_checkpoint_keys_equal_stock(
-    tp: int, sequence_parallel: bool, recomputation: list[dict[str, Any]]
-) -> None:
-    for found in run_megatron_ranks(ours_and_stock, tp, tp, sequence_parallel, recomputation):
-        for ours, stock in found:
-            assert_equal_to_stock(ours[0], stock[0])
-            assert ours[1:] == stock[1:]
-
-
-def masks(tempo_config: TempoConfig) -> dict[tuple[int, ...], bytes]:
-    """Every mask that Tempo draws in one forward and backward."""
-    model = mixed_model(tempo_config, dropout=0.1)
-    with recorded_draws() as drawn:
-        losses(model, 0, 2, gives_mask=True).mean().backward()
-    return join_draws(drawn)
 
 
 @ONE_RANK
-def test_masks_are_bit_identical_to_those_of_a_model_whose_layers_are_alike() -> None:
-    uniform, mixed, partly = (masks(config) for config in (TempoConfig(), ALL_DRAW, MIXED))
-    # 2 samples of 16 rows: the embedding and two places in 4 layers, and 4 heads in each of these.
-    assert mixed == uniform and len(uniform) == 2 * 16 * (9 + 4 * 4)
-    # What is off draws from Megatron's generator; all else draws what it did.
-    assert partly.items() < uniform.items()
-    keys = {derive_site_key(5, Stack.DECODER, layer + 1, Site.ATTENTION): layer for layer in range(4)}
-    assert {keys[key] for key, *_ in partly if key in keys} == {1, 3}
+@pytest.mark.parametrize("recomputation", [{}, CORE], ids=["kept", "core attention recomputed"])
+def test_loss_and_gradients_equal_stock(recomputation: dict[str, Any]) -> None:
+    found = []
+    for tempo_config in (MIXED, OFF):
+        model = mixed_model(tempo_config, **recomputation)
+        loss = losses(model, 0, 2, gives_mask=True).mean()
+        loss.backward()
+        found.append((loss.item(), gradients(model)))
+    assert_equal_to_stock(*found)
 
 
 def kept_bytes(tempo_config: TempoConfig) -> dict[int, int]:
