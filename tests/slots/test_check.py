@@ -302,6 +302,18 @@ def test_what_cannot_be_compared_is_said_with_its_reason() -> None:
         raise RuntimeError("no kernel for this device")
 
     assert run_gpt(build=refuse) == ["not checked: decoder.layers.0: RuntimeError: no kernel for this device"]
+    model = build_gpt(gpt_config(), AUTO)
+    for name, value, reason in (
+        ("cuda_graph_impl", "local", "CUDA graphs are on, whose replays run no hook"),
+        ("context_parallel_size", 2, "context_parallel_size is 2, which cuts the sequence"),
+        ("fp8", "e4m3", "fp8 is on, whose scales belong to the model's layers"),
+    ):
+        stock = getattr(model.config, name, None)
+        setattr(model.config, name, value)
+        lines = watch(model)
+        setattr(model.config, name, stock)
+        losses(model, 0, 2, gives_mask=False)
+        assert lines == [f"not checked: {reason}"]
 
 
 @ONE_RANK
