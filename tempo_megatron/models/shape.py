@@ -28,15 +28,8 @@ _FROM_ZERO = ("mscale", "mscale_all_dim", "glu_linear_offset", "moe_aux_loss_coe
 # What nothing but rope reads, Yarn's scaling of rope, or latent attention.
 _ROPE = ("rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor")
 _YARN = (
-    *(
-        "rotary_scaling_factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-    ),
-    "yarn_correction_range_round_to_int",
+    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"),
 )
 _LATENT_SIZES = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 LATENT = ("q_lora_rank", *_LATENT_SIZES)

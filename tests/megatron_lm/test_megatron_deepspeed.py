@@ -153,14 +153,14 @@ def test_the_launcher_does_the_same_by_arguments_and_reports_it() -> None:
 
 def test_auto_says_why_it_took_less() -> None:
     (rank,) = run(f"{_NO_DROPOUT} --swiglu --normalization rmsnorm")
-    assert rank["reasons"]["activation"].startswith("the activation is swiglu")
+    assert rank["reasons"]["activation"].startswith("activation is swiglu")
     assert "loss head" in rank["reasons"]["loss"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "tempo", "sentence"),
     [
-        ("--swiglu", '{"activation": "inplace"}', 'tempo.activation is "inplace", but the activation is swiglu'),
+        ("--swiglu", '{"activation": "inplace"}', 'tempo.activation is "inplace", but activation is swiglu'),
         ("", '{"norm": "recompute"}', 'tempo.norm is "recompute", but Megatron-DeepSpeed\'s linears'),
         ("", '{"loss": "fused"}', 'tempo.loss is "fused", but Megatron-DeepSpeed\'s loss head'),
         ("--openai-gelu --no-bias-gelu-fusion", '{"activation": "inplace"}', "--openai-gelu has a formula of its own"),

@@ -215,6 +215,13 @@ def test_no_delay_changes_a_bit_beside_other_ranks(
     assert ranks == [len(cases) * num_patterns] * tp * pp
 
 
+def test_as_many_forwards_wait_as_a_schedule_runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 4)
+    for rank, num_chunks, num_micro_batches, expected in ((0, 1, 8, 4), (3, 1, 8, 1), (0, 1, 2, 2), (1, 2, 16, 8)):
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank)
+        assert count_in_flight(num_micro_batches, num_chunks) == expected
+
+
 @ONE_RANK
 def test_what_stands_in_the_way_is_refused_by_name() -> None:
     model = Model("stock", False).model
