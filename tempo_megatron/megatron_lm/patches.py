@@ -18,7 +18,7 @@ from megatron.core.transformer import multi_latent_attention
 
 from tempo_megatron.beside import is_ours
 from tempo_megatron.megatron_lm import versions
-from tempo_megatron.megatron_lm.planning import Planning
+from tempo_megatron.megatron_lm.planning import make_planner
 from tempo_megatron.megatron_lm.report import BuiltModel, RunReport
 from tempo_megatron.megatron_lm.samples import announce_micro_batch
 from tempo_megatron.megatron_lm.versions import LaunchError, Model, get_hook, wrap_hook
@@ -43,14 +43,14 @@ def patch_models(version: str, tempo_config: TempoConfig, report: RunReport, bud
     Raises LaunchError where a place is missing.
     """
     get_args = get_hook(versions.GET_ARGS, version)
-    planning = Planning(tempo_config, budget, report)
+    plan = make_planner(tempo_config, budget, report)
     wrappers: dict[versions.Patch, Callable[..., Any]] = {
         versions.BEGIN_MICRO_BATCH: functools.partial(begin_micro_batch, report, get_args),
         **dict.fromkeys(versions.PIPELINES, functools.partial(_publish_before_step, report)),
         versions.FULL_ITERATION: functools.partial(begin_whole_step, report, get_args),
     }
     for model in versions.MODELS:
-        wrappers[model.constructor] = functools.partial(_construct, model, planning, get_args, report)
+        wrappers[model.constructor] = functools.partial(_construct, model, plan, get_args, report)
     for patch, wrapper in wrappers.items():
         if is_since(patch.since):
             wrap_hook(patch, version, wrapper)
@@ -118,7 +118,7 @@ def begin_whole_step(
 
 def _construct(
     model: Model,
-    planning: Planning,
+    plan: Callable[[Model, dict[str, Any], Any], TempoConfig],
     get_args: Callable[[], Any],
     report: RunReport,
     construct: Callable[..., None],
@@ -140,7 +140,7 @@ def _construct(
         run = None
     try:
         _refuse_latent_attention(given.arguments["config"])
-        tempo_config = planning.choose(model, given.arguments, run)
+        tempo_config = plan(model, given.arguments, run)
         found = _replace_specs(model, given.arguments, tempo_config, run)
         construct(*given.args, **given.kwargs)
         _finish_model(args[0], found, tempo_config)

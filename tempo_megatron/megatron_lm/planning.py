@@ -7,6 +7,7 @@ values of Tempo's operations are planned.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from tempo_megatron.megatron_lm.report import RunReport
@@ -27,27 +28,24 @@ _NEUTRAL = {
 }
 
 
-class Planning:
-    """Plans a run's TempoConfig at its first model.
+def make_planner(
+    tempo_config: TempoConfig, budget: Budget | None, report: RunReport
+) -> Callable[[Model, dict[str, Any], Any], TempoConfig]:
+    """A function that gives the values for a model, from the arguments it is built with and Megatron's, or None.
 
-    Args:
-        tempo_config: as written.
-        budget: of the run; None plans nothing.
-        report: gets the plan's description.
+    At its first call rank 0 plans for the budget, if there is one, and every rank gets the plan or the error: all ranks
+    build a model. The report gets the plan's description.
+
+    It raises ValueError where nothing fits, or the planner does not know the run.
     """
+    if budget is None:
+        return lambda *_: tempo_config
+    chosen: TempoConfig | None = None
 
-    def __init__(self, tempo_config: TempoConfig, budget: Budget | None, report: RunReport) -> None:
-        self._tempo_config, self._budget, self._report = tempo_config, budget, report
-
-    def choose(self, model: Model, arguments: dict[str, Any], run: Any) -> TempoConfig:
-        """The values for a model that is built with `arguments`; `run` is Megatron's arguments, or None.
-
-        At the first call rank 0 plans, and every rank gets its plan or its error: all ranks build a model.
-
-        Raises ValueError where nothing fits, or the planner does not know the run.
-        """
-        if self._budget is None:
-            return self._tempo_config
+    def choose(model: Model, arguments: dict[str, Any], run: Any) -> TempoConfig:
+        nonlocal chosen
+        if chosen is not None:
+            return chosen
         if run is None:
             raise ValueError(
                 "a memory budget is given, and Megatron's arguments, which say the sizes, are not initialized in this "
@@ -55,37 +53,36 @@ class Planning:
             )
         from tempo_megatron.memory.live.aside import plan_for_all_ranks
 
-        budget = self._budget
         plan = plan_for_all_ranks(
-            lambda: self._make_request(model, arguments, run, budget.host_bytes), budget.device_bytes
+            lambda: _make_request(model.name, arguments, run, tempo_config, budget.host_bytes), budget.device_bytes
         )
-        self._tempo_config = dataclasses.replace(plan.tempo, check=self._tempo_config.check)
-        self._budget = None
-        self._report.plan = f"{plan.describe()}, as written: it is not planned here"
-        return self._tempo_config
+        report.plan = f"{plan.describe()}, as written: it is not planned here"
+        chosen = dataclasses.replace(plan.tempo, check=tempo_config.check)
+        return chosen
 
-    def _make_request(self, model: Model, arguments: dict[str, Any], run: Any, host_bytes: int) -> Any:
-        import torch
+    return choose
 
-        from tempo_megatron.megatron_lm.run_reader import read_configured_run
-        from tempo_megatron.memory.live.aside import share_host
-        from tempo_megatron.memory.megatron.read_run import find_unknown
-        from tempo_megatron.memory.plan.gpu import find_gpu
-        from tempo_megatron.memory.plan.planner import PlanRequest
 
-        name, config = model.name, arguments["config"]
-        unknown = find_unknown(name, config, run) or _find_unplanned(config)
-        if unknown is not None:
-            raise ValueError(
-                f"the run has {unknown}; leave the memory budget out, and give the operations their values"
-            )
-        return PlanRequest(
-            run=read_configured_run(name, config, arguments, run, self._tempo_config),
-            gpu=find_gpu(torch.cuda.get_device_name() if torch.cuda.is_available() else None),
-            host_bytes=share_host(host_bytes),
-            recompute=None,
-            remedy=_REMEDY,
-        )
+def _make_request(name: str, arguments: dict[str, Any], run: Any, tempo_config: TempoConfig, host_bytes: int) -> Any:
+    import torch
+
+    from tempo_megatron.megatron_lm.run_reader import read_configured_run
+    from tempo_megatron.memory.live.aside import share_host
+    from tempo_megatron.memory.megatron.read_run import find_unknown
+    from tempo_megatron.memory.plan.gpu import find_gpu
+    from tempo_megatron.memory.plan.planner import PlanRequest
+
+    config = arguments["config"]
+    unknown = find_unknown(name, config, run) or _find_unplanned(config)
+    if unknown is not None:
+        raise ValueError(f"the run has {unknown}; leave the memory budget out, and give the operations their values")
+    return PlanRequest(
+        run=read_configured_run(name, config, arguments, run, tempo_config),
+        gpu=find_gpu(torch.cuda.get_device_name() if torch.cuda.is_available() else None),
+        host_bytes=share_host(host_bytes),
+        recompute=None,
+        remedy=_REMEDY,
+    )
 
 
 def _find_unplanned(config: Any) -> str | None:
