@@ -26,6 +26,8 @@ from tempo_megatron.slots.linear import HOLD_INPUTS, find_reason, is_quantised
 from tempo_megatron.slots.megatron_versions import is_since
 from tempo_megatron.slots.mlp import find_activation_refusal
 
+# Recipes of fp8 whose linears can quantise an input that they keep as it is once more in backward.
+_QUANTISED_AGAIN = ("tensorwise", "blockwise", "mxfp8")
 _UNSUPPORTED = "which Tempo's attention does not support"
 
 
@@ -158,13 +160,22 @@ def _list_refusals(operation: str, value: str, config: TransformerConfig) -> Ite
                 yield "defer_embedding_wgrad_compute is on, which keeps the logits' gradient"
 
 
-def _find_quantised_refusal(operation: str, value: str, config: TransformerConfig) -> str | None:
+def _find_quantised_refusal(operation: str, value: str, config: TransformerConfig) -> Refusal | str | None:
     """Why fp8 or fp4 stands against an operation that depends on what a layer's linears keep, or runs a linear again.
 
-    A linear keeps a quantised copy of its input, one byte per element in fp8, whatever the module before it keeps.
+    A linear keeps a quantised copy of its input, one byte per element in fp8, whatever the module before it keeps. So
+    "recompute" keeps what stock keeps. "inplace" keeps 2 bytes where stock keeps 3, if the linear keeps the output
+    itself and quantises it once more in backward, which delayed scaling cannot do.
+
     The other operations work: between linears tensors have 16 bits (bias-dropout-add, and core attention unless it is
     quantised too), and the output layer is in no layer.
     """
+    if operation in ("activation", "norm") and config.fp8 and config.fp8_recipe in _QUANTISED_AGAIN:
+        return Refusal(
+            'fp8 is on, whose linears keep quantised copies, so that "recompute" saves nothing, and for "inplace" they '
+            "quantise once more in backward",
+            is_for_auto=value == "inplace",
+        )
     if operation in ("activation", "norm", "moe_permute") or (operation, value) == ("attention", "recompute"):
         return "fp8 or fp4 is on, whose linears keep quantised copies, so that keeping outputs saves nothing"
     if operation in ("linear_fc1", "linear_qkv"):

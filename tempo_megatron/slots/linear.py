@@ -167,6 +167,21 @@ def is_quantised(config: Any) -> bool:
     return bool(config.fp8 or getattr(config, "fp4", None))
 
 
+def keep_given_input(linear: Any) -> None:
+    """Let one of Transformer Engine's linears keep the input that it is given, which a module before it keeps too, and
+    quantise it again in backward; by itself it keeps a quantised copy.
+
+    Raises ValueError where the linear cannot.
+    """
+    if not hasattr(linear, "save_original_input"):
+        raise ValueError(
+            f"fp8 or fp4 is on, and {type(linear).__name__} cannot keep the input that it is given, so that keeping "
+            "outputs would save nothing; expected a linear of Transformer Engine 2.6 or newer; set tempo.norm and "
+            'tempo.activation to "off"'
+        )
+    linear.save_original_input = True
+
+
 def is_in_backward() -> bool:
     """Whether this forward runs inside a backward, that is, inside someone's recomputation."""
     return torch._C._current_graph_task_id() != -1

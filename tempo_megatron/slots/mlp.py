@@ -24,6 +24,8 @@ from tempo_megatron.settings.activations import ACTIVATIONS, find_inplace_refusa
 from tempo_megatron.slots.linear import (
     LinearCall,
     is_in_backward,
+    is_quantised,
+    keep_given_input,
     run_between_linears,
 )
 
@@ -114,6 +116,8 @@ class TempoMLP(MLP):
         # Pass on only the names that this Megatron's MLP takes.
         accepted = {name: value for name, value in kwargs.items() if name in _MLP_ARGUMENTS}
         super().__init__(config, submodules, is_expert, input_size, ffn_hidden_size, tp_group, **accepted)
+        if self.keep == "inplace" and is_quantised(config):
+            keep_given_input(self.linear_fc2)
         self._activation = self._make_activation()
 
     def _make_activation(self) -> Callable[[Tensor, Tensor | None], Tensor]:

@@ -13,7 +13,8 @@ TE's linears stay, and with them every parameter and checkpoint key; Tempo takes
   norm included. The linear of q, k and v runs again only beside Tempo's attention: TE's own may keep copies.
 
 Features that do more with a linear's input than keep it (delayed weight gradients, overlapped communication,
-offloading) are refused: y would be kept twice, or by code that does not know that it may be recomputed.
+offloading) are refused: y would be kept twice, or by code that does not know that it may be recomputed. In fp8 a norm
+or activation that keeps its output has the linear behind it keep that output too, instead of a quantised copy.
 
 Classes that derive from TE's are made on demand, because TE need not be installed.
 """
@@ -37,7 +38,14 @@ from tempo_kernels.recompute import drop, hold
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.attention import CAUSAL, TempoDotProductAttention, TempoRecomputeDotProductAttention
 from tempo_megatron.slots.choose import Obstacles, Refusal
-from tempo_megatron.slots.linear import HOLD_INPUTS, DropsInput, find_reason, name_as_stock
+from tempo_megatron.slots.linear import (
+    HOLD_INPUTS,
+    DropsInput,
+    find_reason,
+    is_quantised,
+    keep_given_input,
+    name_as_stock,
+)
 from tempo_megatron.slots.slot_content import find_class, find_submodules, list_fields
 
 _MASKS = (AttnMaskType.causal, AttnMaskType.no_mask)
@@ -79,6 +87,8 @@ class SplitNorm:
         bare.use_cpu_initialization, bare.init_model_with_meta_device = False, True
         # In a tuple, so that it is not registered as a submodule: it uses this module's parameters.
         self._linear = (self.linear_class(input_size, output_size, config=bare, **kwargs),)
+        if self.keep == "inplace" and is_quantised(config):
+            keep_given_input(self._linear[0])
 
     def forward(self: Any, x: Tensor) -> Any:
         """(output, bias or None) of x [s or s/t, b, h]; with `return_layernorm_output` also the norm's output, where

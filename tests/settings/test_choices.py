@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from typing import Any
 
@@ -131,15 +130,22 @@ def test_the_line_for_the_banner_says_a_shared_reason_once():
     assert line.count("autocast") == 1
 
 
+def test_in_fp8_outputs_are_kept_if_they_are_asked_for_and_can_be_quantised_again():
+    asked = TempoConfig(**{**EVERYTHING_OFF, "norm": "inplace"})
+    assert choose(config_with(fp8="e4m3", fp8_recipe="blockwise"), asked).config.norm == "inplace"
+    assert choose(config_with(fp8="e4m3", fp8_recipe="blockwise"), TempoConfig()).config.norm == "off"
+    with pytest.raises(ValueError, match='"recompute" saves nothing, .*set tempo.norm to "inplace" or "off"'):
+        choose(config_with(fp8="e4m3", fp8_recipe="mxfp8"), TempoConfig(**{**EVERYTHING_OFF, "norm": "recompute"}))
+    with pytest.raises(ValueError, match='keeping outputs saves nothing; set tempo.norm to "off"'):
+        choose(config_with(fp8="e4m3", fp8_recipe="delayed"), asked)
+
+
 def test_in_fp8_nothing_is_refused_but_what_reckons_with_a_layers_linears():
     written = TempoConfig(activation="off", norm="off", dropout="recompute", attention="softmax", loss="fused")
     assert choose(config_with(**DROPS, fp8="hybrid"), written).reasons == {}
     for name in ("attention", "linear_fc1", "linear_qkv"):
         with pytest.raises(ValueError, match=f'fp8 or fp4 is on.*; set tempo.{name} to .*"off"$'):
             choose(config_with(fp8="hybrid"), TempoConfig(**{**EVERYTHING_OFF, name: "recompute"}))
-    for recipe, value in itertools.product(("blockwise", "mxfp8", "delayed"), ("inplace", "recompute")):
-        with pytest.raises(ValueError, match='keeping outputs saves nothing; set tempo.norm to "off"$'):
-            choose(config_with(fp8="e4m3", fp8_recipe=recipe), TempoConfig(**{**EVERYTHING_OFF, "norm": value}))
 
 
 def test_one_operation_is_chosen_whatever_the_others_ask_for():

@@ -62,7 +62,7 @@ def check(case) -> None:
 def test_loss_gradients_parameters_and_checkpoint_keys_equal_stock(found, ranks: int) -> None:
     for rank in found(ranks):
         assert (len(rank["gpt"]), len(rank["latent"])) == (15 if ranks == 1 else 7, 3)
-        cases = {**rank["gpt"], **rank["latent"], "BERT with padding": rank["bert"]}
+        cases = {**rank["gpt"], **rank["latent"], "BERT with padding": rank["bert"], "fp8": rank["fp8"]["case"]}
         for name, case in cases.items():
             try:
                 check(case)
@@ -98,6 +98,21 @@ def test_a_norm_in_place_and_the_linear_keep_one_output_and_linears_that_run_aga
         assert 2 * (output + token) <= total["inplace, again"] <= 2 * (output + token + 8 * H)
         # The outputs of the linear and of GELU, 4 h each, on each rank its columns.
         assert total["stock"] - total["stock, fc1 again"] == 2 * (S * B * 4 * H * 2 // ranks)
+
+
+@LAYOUTS
+def test_in_fp8_an_output_that_is_kept_takes_the_place_of_a_quantised_copy(found, ranks: int) -> None:
+    # Elements of [s, b, h], this rank's part; its columns of the MLP are four times as many.
+    elements, token, wide = S * B * H // ranks, S * B * 4 // ranks, S * B * 4 * H // ranks
+    for rank in found(ranks):
+        stock, inplace = (rank["fp8"]["kept"][name]["by_module"] for name in ("stock", "inplace"))
+        for linear in ("self_attention.linear_qkv", "mlp.linear_fc1"):
+            assert stock[f"decoder.layers.0.{linear}"] == (2 + 1) * elements + 2 * token
+            assert 0 <= inplace[f"decoder.layers.0.{linear}"] - 2 * elements - token <= 8 * H
+        mlp, fc2 = "decoder.layers.0.mlp", "decoder.layers.0.mlp.linear_fc2"
+        assert stock[mlp] + stock[fc2] == (2 + 1) * wide
+        assert inplace[mlp] + inplace.get(fc2, 0) == 2 * wide + wide // 8
+        assert rank["fp8"]["auto"][1]["norm"].startswith("fp8 is on, whose linears keep quantised copies")
 
 
 def test_slots_are_counted_and_described(found) -> None:
@@ -145,7 +160,6 @@ def test_auto_leaves_what_transformer_engine_does_and_says_why(found) -> None:
     assert chosen["activation"] == chosen["norm"] == "off" and chosen["dropout"] == "recompute"
     assert reasons["norm"].startswith("delay_wgrad_compute is on, by which linears hold their inputs")
     assert auto["qk_clip"][1]["attention"] == "qk_clip is on, which Tempo's attention does not support"
-    assert auto["fp8"][1]["norm"].startswith("fp8 or fp4 is on, whose linears keep quantised copies")
 
 
 @pytest.mark.parametrize("kind", ["loaded", "resumed"], ids=["plain", "sharded"])

@@ -9,6 +9,7 @@ import te_package
 
 te_package.install()
 
+import contextlib  # noqa: E402
 import copy  # noqa: E402
 import dataclasses  # noqa: E402
 import functools  # noqa: E402
@@ -197,10 +198,10 @@ def run_gpt(model: Any) -> torch.Tensor:
     return losses(model, 0, 2, gives_mask=False)
 
 
-def kept_bytes(tempo_config: TempoConfig) -> dict[str, Any]:
+def kept_bytes(tempo_config: TempoConfig, **settings: Any) -> dict[str, Any]:
     """Bytes that one layer keeps, and whether a norm's output lies in memory that the linear after it keeps."""
     is_parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
-    config = gpt_config(num_layers=1, sequence_parallel=is_parallel, params_dtype=torch.bfloat16, bf16=True)
+    config = gpt_config(num_layers=1, sequence_parallel=is_parallel, params_dtype=torch.bfloat16, bf16=True, **settings)
     model = build_gpt(config, tempo_config).to(torch.bfloat16)
     loss, saved = record_saved(model, lambda: losses(model, 0, 2, gives_mask=False).sum())
     found: dict[str, int] = {}
@@ -209,6 +210,21 @@ def kept_bytes(tempo_config: TempoConfig) -> dict[str, Any]:
             found[each.operation] = found.get(each.operation, 0) + each.num_bytes
     loss.backward()
     return {"total": sum(found.values()), "by_module": found}
+
+
+def in_fp8() -> dict[str, Any]:
+    """What is kept, losses and gradients, where linears compute in FP8, and what "auto" takes there."""
+    config = {"fp8": "e4m3", "fp8_recipe": "tensorwise"}
+    te_package.QUANTISES, context = True, transformer_block.get_fp8_context
+    transformer_block.get_fp8_context = lambda *_, **__: contextlib.nullcontext()
+    try:
+        return {
+            "kept": {name: kept_bytes(chosen, **config) for name, chosen in (("stock", OFF), ("inplace", INPLACE))},
+            "case": measure(build_gpt, run_gpt, config, INPLACE),
+            "auto": what_auto_takes(**config),
+        }
+    finally:
+        te_package.QUANTISES, transformer_block.get_fp8_context = False, context
 
 
 def load_each_other(exchange: Any) -> list[float]:
@@ -305,10 +321,11 @@ def measure_all(world_size: int) -> dict[str, Any]:
                 ("stock, fc1 again", dataclasses.replace(OFF, linear_fc1="recompute")),
             )
         },
+        "fp8": in_fp8(),
     }
     if world_size == 1:
         found |= {"replaced": what_was_replaced(), "refusals": refusals()}
-        more = ("nothing", "delay_wgrad_compute", "qk_clip", "fp8")
+        more = ("nothing", "delay_wgrad_compute", "qk_clip")
         found["auto"] = {name: what_auto_takes(**{name: True}) for name in more}
         found |= {"loaded": load_each_other(exchange_plain), "resumed": load_each_other(exchange_sharded)}
     return found

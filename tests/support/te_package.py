@@ -28,6 +28,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 VERSION = "2.6.0"
+QUANTISES = False
+"""Whether linears compute in FP8 and keep a quantised copy of their input, of one byte per element and without scales,
+or, with save_original_input, the input itself, which they quantise once more in backward."""
+
+
+def quantise(x: Tensor) -> Tensor:
+    return x.to(torch.float8_e4m3fn) if QUANTISES else x
 
 
 class _HasExtraState(torch.nn.Module):
@@ -78,6 +85,7 @@ class Linear(TransformerEngineBaseModule):
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         device: Any = "cpu",
+        save_original_input: bool = False,
         **more: Any,
     ) -> None:
         super().__init__()
@@ -86,6 +94,7 @@ class Linear(TransformerEngineBaseModule):
         self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
         self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
         self.sequence_parallel = tp_size > 1 and sequence_parallel
+        self.save_original_input = save_original_input
         make = functools.partial(torch.empty, dtype=params_dtype, device=device)
         self._add_norm(make, **more)
         weight = make(self.out_features, self.in_features)
@@ -128,13 +137,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inp: Tensor, weight: Tensor, module: Linear) -> Tensor:
         ctx.module = module
-        ctx.save_for_backward(inp, weight)
-        return reduced(gathered(inp, module) @ weight.t(), module)
+        used = quantise(inp)
+        ctx.save_for_backward(inp if module.save_original_input else used, weight)
+        return reduced(gathered(used.to(inp.dtype), module) @ weight.t(), module)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         inp, weight = ctx.saved_tensors
-        return *linear_backward(grad, inp, weight, ctx.module), None
+        return *linear_backward(grad, quantise(inp).to(grad.dtype), weight, ctx.module), None
 
 
 def linear_backward(grad: Tensor, inp: Tensor, weight: Tensor, module: Linear) -> tuple[Tensor, Tensor]:
@@ -217,17 +227,18 @@ class _LayerNormLinear(torch.autograd.Function):
         ln_out = normalize(inp, gamma, beta, module.eps, module.zero_centered_gamma, module.normalization)
         mu = inp.float().mean(-1)
         rsigma = (inp.float().var(-1, correction=0) + module.eps).rsqrt()
-        ctx.save_for_backward(inp, gamma, beta, weight, ln_out, mu, rsigma)
+        used = quantise(ln_out)
+        ctx.save_for_backward(inp, gamma, beta, weight, used, mu, rsigma)
         given = ln_out.clone() if module.return_layernorm_output else None
         if given is not None and module.return_layernorm_output_gathered:
             given = gathered(given, module)
-        return gathered(ln_out, module) @ weight.t(), given
+        return gathered(used.to(inp.dtype), module) @ weight.t(), given
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_given: Any) -> tuple[Any, ...]:
         inp, gamma, beta, weight, ln_out, _, _ = ctx.saved_tensors
         module = ctx.module
-        grad_ln_out, grad_weight = linear_backward(grad, ln_out, weight, module)
+        grad_ln_out, grad_weight = linear_backward(grad, ln_out.to(grad.dtype), weight, module)
         if grad_given is not None:
             is_whole = module.sequence_parallel and module.return_layernorm_output_gathered
             grad_ln_out = grad_ln_out + (scatter(grad_given, module) if is_whole else grad_given)
