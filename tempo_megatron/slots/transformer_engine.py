@@ -275,6 +275,10 @@ def find_obstacles(layer_specs: Any, transformer_config: Any) -> Obstacles:
     if any(_is_stock(attention, "TEDotProductAttention") for attention in attentions):
         why = "Transformer Engine's attention keeps no s*s tensor and no mask either"
         obstacles["attention"] = Refusal(why, is_for_auto=True)
+    if any(_is_stock(holder, "TEFusedMLP") for holder in holders):
+        why = "a layer's MLP is TEFusedMLP, which Transformer Engine's op fuser runs as one operation"
+        refusal = Refusal(why, "leave use_transformer_engine_op_fuser off")
+        obstacles |= dict.fromkeys(("activation", "linear_fc1"), refusal)
     if reason := find_reason(transformer_config, _HOLD_INPUTS):
         refusal = Refusal(reason, "leave it off")
         obstacles |= dict.fromkeys(("activation", "norm", "linear_fc1", "linear_qkv"), refusal)

@@ -140,6 +140,7 @@ def test_what_has_a_linear_do_more_than_keep_its_input_is_refused(found) -> None
     refused = found(1)[0]["refusals"]
     for name in ("delay_wgrad_compute", "tp_comm_overlap", "cpu_offloading", "quant_recipe", "qk_clip", "fp8"):
         assert refused[name].startswith(name) and "off" in refused[name]
+    assert "TEFusedMLP" in refused["op fuser"] and "leave use_transformer_engine_op_fuser off" in refused["op fuser"]
     assert refused["linear_qkv"] == (
         'tempo.linear_qkv is "recompute" in a layer whose core attention is TEDotProductAttention, which may keep '
         "copies of q, k and v; expected Tempo's attention, or one that Megatron recomputes (core_attn); set "

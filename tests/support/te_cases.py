@@ -284,11 +284,13 @@ def refusals() -> dict[str, str]:
         ("qk_clip", True, INPLACE),
         ("fp8", "e4m3", INPLACE),
         ("linear_qkv", None, linear_qkv),
+        ("op fuser", None, INPLACE),
     ):
         config = gpt_config()
         setattr(config, name, value)
+        chosen = {"use_te_op_fuser": True} if name == "op fuser" else {}
         try:
-            tempoize(get_gpt_layer_with_transformer_engine_spec(), config, tempo_config)
+            tempoize(get_gpt_layer_with_transformer_engine_spec(**chosen), config, tempo_config)
             found[name] = "nothing was refused"
         except ValueError as error:
             found[name] = str(error)
