@@ -76,10 +76,11 @@ def save_reference(case: Case, folder: Path) -> None:
 
 
 class Judge:
-    """Holds cases against their witnesses, of which those of one process lie in `folder`."""
+    """Holds cases against their witnesses, of which those of one process lie in `folder`, with so many draws where one
+    is over its limit."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, draws: int = DRAWS) -> None:
+        self._folder, self._draws = folder, draws
         self._loaded: dict[Case, Found] = {}
         self._stock: dict[Case, Found] = {}
 
@@ -102,7 +103,7 @@ class Judge:
             result.update(ratio=ratio, worst=worst)
             if _is_true_somewhere(ratio > 1) and not _needs_one_stage(_name_stock(case)):
                 ratio, worst = _find_worst(self._compare_draws(case))
-                result.update(ratio=ratio, worst=worst, draws=DRAWS)
+                result.update(ratio=ratio, worst=worst, draws=self._draws)
             complaints += [] if ratio <= 1 else [f"the error of {worst} is {ratio:.2f} of its limit"]
         if case.dropout > 0 and case.choice != "off":
             complaints += self._compare_masks(case, found.masks)
@@ -126,7 +127,7 @@ class Judge:
         true = dataclasses.replace(witness, dtype="fp64")
         exact_case = dataclasses.replace(true, choice="recompute", dropout=case.dropout)
         sums: dict[str, list[float]] = {}
-        for draw in range(DRAWS):
+        for draw in range(self._draws):
             stock = run_model(true, is_stock=True, records=False, draw=draw)
             witnesses = [(stock, run_model(witness, is_stock=True, records=False, draw=draw))]
             exact = stock if case.dropout == 0 else run_model(exact_case, records=False, draw=draw)

@@ -14,6 +14,7 @@ import fake_gpu
 import gpu_suite
 import pytest
 import torch
+from covering import exhaustive
 from gpu import models, operations, plan, report, right, rivals
 from gpu.operations import Sizes
 from gpu.steps import LeftOut, Step, Wrong, run_plan
@@ -234,7 +235,9 @@ def test_a_share_of_the_cases_compiles_without_a_gpu_and_what_does_not_is_named(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [models.GPT2, models.BERT, models.LLAMA], ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    "model", [models.GPT2, *exhaustive([models.BERT], [models.LLAMA])], ids=lambda model: model.name
+)
 def test_every_model_trains_in_all_forms_and_its_largest_batch_is_found(model, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module: module)
     monkeypatch.setattr(models, "ROUNDS", 2)

@@ -63,7 +63,7 @@ def judge(case: Case, changes: list[str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         for reference in grid_judge.list_references([case]):
             grid_judge.save_reference(reference, Path(folder))
-        judge = grid_judge.Judge(Path(folder))
+        judge = grid_judge.Judge(Path(folder), draws=2)
         for name in ["nothing", *changes]:
             if CHANGES[name] is None:
                 found.append(judge.judge(case))

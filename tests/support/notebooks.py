@@ -30,11 +30,6 @@ def execute(name: str) -> Any:
     return notebook
 
 
-def list_texts(notebook: Any) -> list[str]:
-    """What its cells print."""
-    return [output.text for cell in notebook.cells for output in cell.get("outputs", ()) if "text" in output]
-
-
 def main() -> None:
     for name in NAMES:
         nbformat.write(execute(name), FOLDER / f"{name}.ipynb")
