@@ -146,8 +146,8 @@ def lend_environment(clone: Path) -> None:
 
 @contextlib.contextmanager
 def warm_up(clone: Path) -> Iterator[None]:
-    """Let the trainer and the commands of the lent environment run in forks of one process. The quickstart, deepspeed,
-    torchrun and the examples start as they do elsewhere; test_trainer_launchers.py has ranks that launchers start."""
+    """Let launchers, ranks, commands and examples of the lent environment run in forks of one process;
+    test_trainer_launchers.py has launchers and ranks that start as they do elsewhere."""
     folder = clone / ".venv"
     (site,) = folder.glob("lib/python*/site-packages")
     shutil.copy2(warm_python.__file__, site)

@@ -18,13 +18,15 @@ from types import FrameType
 
 # Of the environment, in no folder: the path of one may be too long for a socket.
 _ADDRESS = f"\0warm-python {zlib.crc32(sys.prefix.encode())}"
-_DELEGATED = ("tempo-megatron", "tempo-pretrain-gpt", "tempo-pretrain-bert", "pretrain_gpt.py")
+# By how the names of scripts and modules begin.
+_DELEGATED = tuple("tempo pretrain_gpt.py prepare_data.py deepspeed torchrun operations.py megatron_model.py".split())
 
 
 def delegate() -> None:
     """Let the server run what this process was started for, if it is one of _DELEGATED, and exit as it does."""
     words = [word for word in sys.orig_argv[1:] if word != "-u"]
-    if not words or os.path.basename(words[0]) not in _DELEGATED:
+    name = words[1] if words[:1] == ["-m"] else os.path.basename(words[0]) if words else ""
+    if not name.startswith(_DELEGATED):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         if server.connect_ex(_ADDRESS):
@@ -60,11 +62,17 @@ def serve(*modules: str) -> None:
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    sys.argv, folder, environment = json.loads(asked)
+    words, folder, environment = json.loads(asked)
+    is_module = words[0] == "-m"
+    sys.argv = words[is_module:]
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.path.insert(0, folder if is_module else os.path.dirname(os.path.realpath(sys.argv[0])))
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _reap(number: int, frame: FrameType | None) -> None:
