@@ -17,7 +17,11 @@ TINY = f"--model={ROOT / 'configs' / 'model' / 'gpt2_tiny.json'}"
 COMMANDS = {
     "ledger": (["--seq-length=64", "--stock=local"], ["one layer without s*s", "memory at the peak of one step"], 4),
     "estimate": (["--use-tempo", "--gpu-memory=1GiB"], ["GiB at the peak", "optimizer states"], 1),
-    "plan": (["--gpu=h100", "--gpu-memory=1GiB", "--micro-batch-size=2"], ["kept/micro batch"], 1),
+    "plan": (
+        ["--gpu=h100", "--gpu-memory=1GiB", "--fixed-memory=99MiB", "--recompute-allowed"],
+        ["kept/micro batch"],
+        1,
+    ),
     "order": (["--seq-length=64"], ["peak of eager mode"], 1),
 }
 

@@ -16,8 +16,8 @@ from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.T5.t5_model import T5Model
 
-from tempo_megatron.memory.chips import find_chip
 from tempo_megatron.memory.megatron.read_run import find_unknown, find_unknown_in_layers, read_run
+from tempo_megatron.memory.plan.gpu import find_chip
 from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.mlp import describe_activation

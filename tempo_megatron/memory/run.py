@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tempo_megatron.memory.chips import H100, Chip
+from tempo_megatron.memory.plan.gpu import H100, Chip
 from tempo_megatron.memory.refusals import MEGATRONS, list_refusals, refuse
 from tempo_megatron.models.layout import Layout, check_layout, pad_vocab_size
 from tempo_megatron.models.shape import ModelShape

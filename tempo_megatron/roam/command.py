@@ -19,7 +19,7 @@ from tempo_megatron.memory.show.plots import open_reports
 from tempo_megatron.memory.simulated.chunk_model import (
     build_ledger_config,
     convert_parameters,
-    fuse_attention,
+    replace_attention,
     simulate_rank,
 )
 from tempo_megatron.models.build import DTYPES, build_model, make_inputs
@@ -94,7 +94,7 @@ def capture_megatron_step(shape: ModelShape, tempo_config: TempoConfig, args: ar
     with simulate_rank(1), use_megatron_fakes():
         dtype, recompute = DTYPES[args.dtype], tuple(args.recompute)
         config = build_ledger_config(shape, sequence_parallel=False, dtype=dtype, recompute=recompute)
-        chosen = choose(config, fuse_attention(tempo_config)).config
+        chosen = choose(config, replace_attention(tempo_config)).config
         vocab_size = pad_vocab_size(shape.vocab_size or 0, shape.make_vocab_size_divisible_by, 1)
         model = build_model(shape, config, chosen, vocab_size)
         convert_parameters(model, dtype)

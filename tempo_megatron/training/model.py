@@ -16,9 +16,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from tempo_megatron.memory.chips import find_chip
 from tempo_megatron.memory.live.aside import RunPlan, plan_for_all_ranks, share_host
-from tempo_megatron.memory.plan.gpu import find_gpu
+from tempo_megatron.memory.plan.gpu import find_chip, find_gpu
 from tempo_megatron.memory.plan.planner import RECOMPUTED, PlanRequest
 from tempo_megatron.memory.run import OptimizerSettings, Run, cut_layers, read_recomputation
 from tempo_megatron.models import build as models

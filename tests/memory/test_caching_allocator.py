@@ -83,22 +83,21 @@ def test_expandable_segments_are_split_however_little_is_left() -> None:
     assert allocator.allocated == 11 * MIB
 
 
-OFF, AUTO = TempoConfig.off(), TempoConfig()
+OFF, AUTO, OFFLOAD = TempoConfig.off(), TempoConfig(), TempoConfig(offload="all")
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "stages"),
+    ("tempo_config", "optimizer", "stages"),
     [
-        ({"kind": "none"}, 1),
-        ({"kind": "megatron"}, 1),
-        ({"kind": "megatron"}, 3),
-        ({"fsdp": MegatronFsdp(main_bytes=4)}, 1),
-        ({"fsdp": MegatronFsdp(main_bytes=4, unit_elements=1 << 20, keeps_outer_weights=False)}, 1),
-        *(({"kind": "deepspeed", "zero_stage": stage}, 1) for stage in range(4)),
-        ({"kind": "deepspeed"}, 2),
+        (OFF, {"kind": "none"}, 1),
+        (AUTO, {"kind": "megatron"}, 1),
+        (OFFLOAD, {"kind": "megatron"}, 3),
+        (OFF, {"fsdp": MegatronFsdp(main_bytes=4)}, 1),
+        (AUTO, {"fsdp": MegatronFsdp(main_bytes=4, unit_elements=1 << 20, keeps_outer_weights=False)}, 1),
+        *((tempo, {"kind": "deepspeed", "zero_stage": n}, 1) for n, tempo in enumerate((OFF, AUTO, OFFLOAD, OFF))),
+        (AUTO, {"kind": "deepspeed"}, 2),
     ],
 )
-@pytest.mark.parametrize("tempo_config", [OFF, AUTO, TempoConfig(offload="all")], ids=["stock", "tempo", "offload"])
 def test_without_rounding_the_allocator_has_the_estimates_peak(
     tempo_config: TempoConfig, optimizer: dict[str, Any], stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

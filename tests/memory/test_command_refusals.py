@@ -79,7 +79,7 @@ estimate {TINY} --zero 1 {ZERO2} => --zero is 1, but "zero_optimization.stage" i
 estimate {TINY} --optimizer megatron {ZERO2} => given with --optimizer megatron; that file's optimizer is DeepSpeed's
 estimate --model configs/model/t5_base.json --pp 2 => --pp is 2, and the model is a T5
 plan {MIXTRAL} --gpu-memory 80GiB --moe-imbalance 0.5 => --moe-imbalance is 0.5; expected at least 1
-plan {PLAN} --gpu-memory 6.1GB => 5.51 GiB a GPU may be filled, and the least that fits is
+plan {PLAN} --recompute-allowed --gpu-memory 6.1GB => 5.51 GiB a GPU may be filled, and the least that fits is
 plan {PLAN} --pp 7 => 24 layers are not a multiple of --pp 7; change one of them
 plan {PLAN} --tp 3 => --num-attention-heads 16 is not a multiple of --tp 3
 plan {PLAN} --gpu h1000 => --gpu h1000 is unknown; the nearest known one is h100
@@ -105,6 +105,8 @@ plan --gpu-memory 1GiB {BESIDE} --use-distributed-optimizer --use-megatron-fsdp 
 plan --gpu-memory 1GiB {BESIDE} --optimizer muon => the command gives Muon, states whole, which the planner does not
 bench --calibrate --output nowhere/mine.json => lies in a folder that does not exist
 bench --calibrate --output mine.json --device cuda => torch sees no CUDA device
+bench --kept-bytes --output mine.json --round-ms 5 => --round-ms 5 is of --calibrate
+bench --kept-bytes --output mine.json => it is not installed; install it
 """.strip()
 
 
@@ -184,22 +186,20 @@ def test_every_command_knows_the_same_gpus_and_a_title_names_each_part_of_a_layo
         assert part in title, part
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "expected"),
-    [
-        (OptimizerSettings(kind="none"), "no optimizer"),
-        (OptimizerSettings(kind="deepspeed", zero_stage=2), "DeepSpeed ZeRO 2,"),
-        (OptimizerSettings(kind="deepspeed", zero_stage=3, offloads=True), "DeepSpeed ZeRO 3 with states on the host"),
-        (OptimizerSettings(distributed=False), "Megatron's optimizer"),
-        (OptimizerSettings(instances=2), "Megatron's distributed optimizer in 2 instances"),
-        (OptimizerSettings(distributed=False, muon="dealt"), "Megatron's Muon, states dealt"),
-        (OptimizerSettings(fsdp=MegatronFsdp(main_bytes=4)), "Megatron-FSDP"),
-    ],
-)
-def test_a_title_names_optimizer_recomputation_and_offload(optimizer: OptimizerSettings, expected: str) -> None:
+TITLES = {
+    OptimizerSettings(kind="none"): "no optimizer",
+    OptimizerSettings(kind="deepspeed", zero_stage=2): "DeepSpeed ZeRO 2,",
+    OptimizerSettings(kind="deepspeed", zero_stage=3, offloads=True): "DeepSpeed ZeRO 3 with states on the host",
+    OptimizerSettings(distributed=False): "Megatron's optimizer",
+    OptimizerSettings(instances=2): "Megatron's distributed optimizer in 2 instances",
+    OptimizerSettings(distributed=False, muon="dealt"): "Megatron's Muon, states dealt",
+    OptimizerSettings(fsdp=MegatronFsdp(main_bytes=4)): "Megatron-FSDP",
+}
+
+
+def test_a_title_names_optimizer_recomputation_and_offload() -> None:
     shape = make_shape(**read_shape_file("configs/model/gpt2_tiny.json"), vocab_size=512)
-    tempo = TempoConfig(offload="all")
-    title = describe_run(
-        Run(model=shape, tempo=tempo, optimizer=optimizer, recompute=("full",), recompute_num_layers=1)
-    )
-    assert expected in title and title.endswith(", recompute full of 1 layers a chunk, offload=all")
+    of_run = {"tempo": TempoConfig(offload="all"), "recompute": ("full",), "recompute_num_layers": 1}
+    for optimizer, expected in TITLES.items():
+        title = describe_run(Run(model=shape, optimizer=optimizer, **of_run))
+        assert expected in title and title.endswith(", recompute full of 1 layers a chunk, offload=all")

@@ -73,29 +73,24 @@ ONE_PROCESS = [
     Step("gpt", False, OFF, recompute=("full",), num_full=1),
     Step("llama", False, AUTO, recompute=("full",), num_full=3),
     Step("t5", False, OFF, recompute=("full",), num_full=1),
-    Step("t5", False, OFF),
-    Step("t5", False, OFF, torch.float32, recompute=("full",)),
-    Step("t5", False, AUTO),
-    Step("t5", False, AUTO, torch.float32),
     Step("t5", False, RECOMPUTE, recompute=("core_attn",)),
 ]
 ON_REAL_RANKS = [
-    Step("gpt", False, FUSED_ONLY, torch.float32, tp=2, sp=True),
     Step("gpt", False, OFF, tp=2, sp=True, recompute=("full",)),
     Step("llama", False, RECOMPUTE, tp=2, sp=True, recompute=("core_attn",)),
-    Step("t5", False, AUTO, tp=2),
 ]
 TENSOR_PARALLEL = [
     Step("gpt", False, OFF, tp=2),
-    Step("gpt", False, AUTO, tp=2, sp=True),
     Step("bert", True, AUTO, tp=2, sp=True),
     Step("gqa", True, INPLACE_STOCK_HEAD, tp=4, sp=True),
-    Step("gqa", False, OFF, tp=4, sp=True),
     Step("gqa", False, AUTO, torch.float32, tp=4, sp=True, recompute=("full",)),
     *exhaustive(
         [Step("gpt", False, AUTO, tp=2)],
+        [Step("gpt", False, FUSED_ONLY, torch.float32, tp=2, sp=True)],
+        [Step("gqa", False, OFF, tp=4, sp=True)],
         [Step("llama", False, OFF, tp=2, sp=True)],
         [Step("t5", False, OFF, tp=2, sp=True)],
+        [Step("t5", False, AUTO, torch.float32)],
         [Step("gpt", False, OFF, tp=4)],
         [Step("gpt", False, AUTO, tp=4, sp=True)],
         [Step("gqa", False, AUTO, tp=4)],
@@ -136,16 +131,13 @@ def test_a_second_micro_batch_in_flight_adds_no_second_global_memory_buffer(temp
     assert first.parts["global memory buffer"] == last.parts["global memory buffer"] == buffer
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_peak_of_a_head_of_many_chunks_and_blocks_is_estimated(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_peak_of_a_head_of_many_chunks_and_blocks_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a loop the estimate runs three rounds; here 6 chunks (the last is smaller) of 4 or 5 blocks each."""
     head = "tempo_kernels.linear_cross_entropy"
-    monkeypatch.setitem(pkgutil.resolve_name(f"{head}.checks.CHUNK_BYTES"), "cpu", 96 * 1024 * dtype.itemsize)
+    monkeypatch.setitem(pkgutil.resolve_name(f"{head}.checks.CHUNK_BYTES"), "cpu", 96 * 1024 * 2)
     monkeypatch.setattr(f"{head}.eager.BLOCK_ELEMENTS", 20 << 10)
     monkeypatch.setattr(f"{head}.chunks.CPU_BLOCK_COLUMNS", 256)
-    test_the_peak_of_a_step_is_estimated(Step("gpt", False, AUTO, dtype))
+    test_the_peak_of_a_step_is_estimated(Step("gpt", False, AUTO))
 
 
 def test_an_estimate_runs_no_more_operations_for_more_tokens_and_a_larger_vocabulary(

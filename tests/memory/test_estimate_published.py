@@ -49,22 +49,14 @@ def test_a_published_run_is_estimated_within_half_a_percent(name: str) -> None:
     assert abs(found.rest_error) < 0.5 and abs(found.peak_error) < 0.5
 
 
-def test_rows_of_another_run_are_marked_and_counted_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_another_run_are_counted_both_ways() -> None:
     known = published_peaks.Result("a:dev_dgx_h100", 1000, 2000, 1001, 1990, seconds=1.0)
     other = dataclasses.replace(known, id="b:dev_dgx_h100", peak=1000, of_another_run="copied from c.")
-    page, plots = tmp_path / "page.md", []
-    page.write_text(f"before\n{published_peaks._BEGIN}\nold\n{published_peaks._END}\nbehind\n", encoding="utf-8")
-    monkeypatch.setattr(published_peaks, "_DOCS", page)
-    monkeypatch.setattr(published_peaks, "plot", lambda results, png: plots.append(len(results)))
-    published_peaks.write_docs([known, other])
-    lines = page.read_text("utf-8").splitlines()
-    assert lines[2] == (
+    assert published_peaks.summarize([known, other]) == (
         "2 of 2 rows are expressed: at rest within 0.5 % on 2, peak within 3 % on 1, 1 under by more than 3 % (without "
         "the 1 marked, of another run: at rest within 0.5 % on 1, peak within 3 % on 1, 0 under by more than 3 %); the "
-        "slowest took 1.0 s of a CPU."
+        "slowest took 1.0 s of a CPU"
     )
-    assert lines[4].startswith("1 rows are within") and lines[8].startswith(r"| b:dev_dgx_h100 \* | ")
-    assert lines[10] == r"\* b:dev_dgx_h100: copied from c." and plots == [2]
     assert "marked" not in published_peaks.summarize([known])
     # In the data those rows say how it is known.
     assert sum("of_another_run" in row for row in ROWS.values()) == 3
@@ -429,19 +421,12 @@ def test_gradients_of_the_output_layer_wait_on_the_last_stage(limit: int | None,
     assert (first, last) == (0, waiting * 2 * 4 * 64 * (run.padded_vocab_size + 512))
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"gpu": "a100"}, "flash"),
-        ({"gpu": "h100"}, "fused"),
-        ({"gpu": "gb200"}, "flash"),
-        ({"gpu": "gb200", "deterministic": False}, "fused"),
-        ({"gpu": None}, "fused"),
-        ({"gpu": "a100", "stock_attention": "unfused"}, "unfused"),
-    ],
-)
-def test_transformer_engine_chooses_an_attention_by_gpu(settings: dict[str, Any], expected: str) -> None:
-    assert choose_attention(make_run(SMALL, **settings)) == expected
+def test_transformer_engine_chooses_an_attention_by_gpu_and_mode() -> None:
+    def choose(gpu: str | None, **settings: Any) -> str:
+        return choose_attention(make_run(SMALL, gpu=gpu, **settings))
+
+    assert [choose(gpu) for gpu in ("a100", "h100", "gb200", None)] == ["flash", "fused", "flash", "fused"]
+    assert choose("gb200", deterministic=False) == "fused" and choose("a100", stock_attention="unfused") == "unfused"
 
 
 def test_flash_attention_keeps_its_output_twice_where_samples_are_several() -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from peak_cases import LLAMA as LLAMA_FORM
 from runs import build_run
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.cli import main
 from tempo_megatron.memory.plan.choices import (
     LADDER,
     Values,
@@ -31,7 +28,6 @@ from tempo_megatron.memory.run import Run
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 
-QWEN = Path(__file__).parents[2] / "configs" / "model" / "qwen3_0.6b.json"
 SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
 LLAMA = {**SIZES, **LLAMA_FORM}
 MODELS: dict[str, dict[str, Any]] = {
@@ -59,11 +55,10 @@ def make_config(choice: Values) -> TempoConfig:
     [
         ("GPT", "TP 2 + SP", ()),
         ("BERT", "", ("core_attn",)),
-        ("Llama", "TP 2 + SP", ("core_attn",)),
         ("Llama", "", ("full",)),
         ("squared ReLU", "", ("mlp",)),
         ("Llama of one group, a window", "", ()),
-        *exhaustive(("Llama", "", ()), ("BERT", "", ("core_attn", "mlp")), ("GPT", "", ("full",))),
+        *exhaustive(("Llama", "TP 2 + SP", ("core_attn",)), ("BERT", "", ("core_attn", "mlp")), ("GPT", "", ("full",))),
     ],
 )
 def test_rows_are_those_of_the_formula_and_the_ladder_holds(
@@ -74,10 +69,10 @@ def test_rows_are_those_of_the_formula_and_the_ladder_holds(
     values = list_values(run)
     every = itertools.product(*(values[name] for name in LAYER_OPERATIONS))
     possible = [choice for choice in every if found.is_possible(modules, choice)]
-    taken = random.Random(0).sample(possible, 24)
+    taken = random.Random(0).sample(possible, 16)
     lower = {
         replace_value(choice, name, value): choice
-        for choice, (name, ladder) in itertools.product(taken[:8], LADDER.items())
+        for choice, (name, ladder) in itertools.product(taken[:6], LADDER.items())
         for value in ladder[ladder.index(choice[LAYER_OPERATIONS.index(name)]) + 1 :]
         if value in values[name]
     }
@@ -98,30 +93,6 @@ def test_a_projection_that_would_save_nothing_is_no_choice_and_counts_as_stock()
     again = replace_value(off, "linear_qkv", "recompute")
     assert rows.is_possible(plain, off) and not rows.is_possible(plain, again)
     assert rows.count(plain, [again]) == rows.count(plain, [off])
-
-
-@pytest.mark.slow
-def test_a_qwen_is_planned_estimated_and_measured_from_one_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """At a fraction of its length, of two layers, which say what all of them keep."""
-    model = tmp_path / "qwen.json"
-    model.write_text(json.dumps({**json.loads(QWEN.read_text()), "num_layers": 2, "seq_length": 512}))
-    files = {command: tmp_path / f"{command}.json" for command in ("plan", "estimate", "ledger")}
-    gpu = ["--gpu=h100", "--gpu-memory=4650MiB", "--recompute-allowed", "--micro-batch-size=8"]
-    assert main(["plan", f"--model={model}", f"--json={files['plan']}", *gpu]) == 0
-    assert "linear_qkv" in capsys.readouterr().out
-    plan = json.loads(files["plan"].read_text())
-    tempo = [f"--deepspeed_config={files['plan']}", "--micro-batch-size=8"]
-    assert main(["ledger", f"--model={model}", f"--json={files['ledger']}", *tempo]) == 0
-    rows = json.loads(files["ledger"].read_text())["stock"]["rows"]
-    assert rows["q_layernorm"] > 0 and rows["k_layernorm"] > 0
-    layers = json.dumps(plan["tempo"].pop("layers", {}))
-    values = [f"--tempo-{name.replace('_', '-')}={value}" for name, value in plan["tempo"].items()]
-    estimate = ["estimate", f"--model={model}", "--micro-batch-size=8", f"--json={files['estimate']}"]
-    assert main([*estimate, "--use-tempo", *values, f"--tempo-layers={layers}"]) == 0
-    (stage,), (rank,) = plan["stages"], json.loads(files["estimate"].read_text())["tempo"]
-    assert stage["peak_bytes"] == rank["peak_bytes"] <= 4650 * 2**20
 
 
 def test_an_mlp_in_tiles_is_planned_where_it_is_written_and_keeps_what_a_recomputed_one_does() -> None:

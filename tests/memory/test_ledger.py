@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from runs import build_run
@@ -12,7 +11,6 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
 from tempo_megatron.memory.commands.ledger import format_table
 from tempo_megatron.memory.show.ledger import Ledger, measure_run
-from tempo_megatron.memory.show.plots import add_kept
 from tempo_megatron.memory.tape.rows import Row, find_row
 from tempo_megatron.models.shape import make_shape
 
@@ -79,34 +77,29 @@ def test_the_title_says_whose_modules_stock_has_and_the_models_own_dropout(tmp_p
     assert any(line.startswith("mlp_bda") for line in lines) == (dropout > 0)
 
 
-def test_the_command_prints_one_table_writes_the_same_figures_and_draws_them(tmp_path, capsys):
+LAYERS = {"0-1": {"norm": "off", "dropout": "off"}, "3": {"activation": "recompute", "attention": "off"}}
+MIXED = TempoConfig(activation="inplace", layers=LAYERS)
+
+
+def test_the_command_prints_one_table_with_each_kind_of_layer_writes_the_same_figures_and_draws_them(tmp_path, capsys):
     model, out, png = tmp_path / "small.json", tmp_path / "ledger.json", tmp_path / "plots" / "ledger.png"
-    model.write_text(json.dumps({**SMALL, "seq_length": 64}))
-    argv = ["ledger", "--model", str(model), "--tp", "2", "--sequence-parallel", "--json", str(out)]
-    argv += ["--stock", "cpu"]
-    assert main([*argv, "--plot", str(png)]) == 0
+    model.write_text(json.dumps({**SMALL, "num_layers": 4, "seq_length": 64}))
+    argv = ["ledger", "--model", str(model), "--tp", "2", "--sequence-parallel", "--json", str(out), "--stock", "cpu"]
+    assert main([*argv, "--plot", str(png), "--tempo-layers", json.dumps(LAYERS)]) == 0
     assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 20_000
     text, figures = capsys.readouterr().out, json.loads(out.read_text())
-    for row in ("input_layernorm", "core_attention", SCORES, "gelu", "linear_fc2", "model, 2 layers"):
+    for row in ("input_layernorm", "core_attention", SCORES, "gelu", "linear_fc2", "model, 4 layers"):
         assert row in text
     stock, tempo = figures["stock"], figures["tempo"]
-    assert f"{stock['layer_bytes']:,}" in text and f"{tempo['layer_bytes']:,}" in text
-    assert f"{tempo['layer_bytes'] / stock['layer_bytes']:.3f}" in text
+    assert f"{stock['layer_bytes']:,}" in text and f"{tempo['layer_bytes'] / stock['layer_bytes']:.3f}" in text
     # What "auto" became.
     values = "activation=inplace norm=inplace dropout=recompute attention=flash loss=fused"
-    assert f"tempo: {values}\n" in text and figures["tempo_config"] == values
-
-
-def test_the_plot_has_panels_for_what_there_is():
-    bars, report = {"stock": {"linear_fc1": 2 << 20, SCORES: 3}}, mock.Mock()
-    add_kept(report, bars, bars)
-    add_kept(report, {"Tempo": {"linear_fc1": 2}}, {"Tempo": {"loss": 0}})
-    panels = [
-        heading.removeprefix("kept for backward, ")
-        for heading, *_ in (each.args for each in report.add_bars.mock_calls)
-    ]
-    assert panels == ["one layer", "one layer without s*s", "around the layers", "one layer"]
-    assert report.add_bars.mock_calls[1].args[1] == {"stock": {"linear_fc1": 2}}
+    assert f"tempo: {values}" in text and figures["tempo_config"].startswith(values)
+    assert "left: norm in decoder.layers.0-1 (input_layernorm, pre_mlp_layernorm): off for layers 0-1\n" in text
+    assert [kind["layers"] for kind in tempo["layer_kinds"]] == ["0-1", "2", "3"]
+    for kind in tempo["layer_kinds"]:
+        (line,) = [line for line in text.splitlines() if line.startswith(f"each of layers {kind['layers']} ")]
+        assert f"{kind['layer_bytes']:,}" in line
 
 
 @pytest.mark.parametrize(
@@ -129,10 +122,6 @@ def test_a_row_that_the_table_of_operations_does_not_know_stands_last():
     assert "640" in lines[[line.startswith("one layer without") for line in lines].index(True) - 2]
 
 
-LAYERS = {"0-1": {"norm": "off", "dropout": "off"}, "3": {"activation": "recompute", "attention": "off"}}
-MIXED = TempoConfig(activation="inplace", layers=LAYERS)
-
-
 def test_each_kind_of_layer_is_measured_and_the_model_is_their_sum():
     found = ledger({**SMALL, "num_layers": 6}, MIXED)
     alone = [ledger(SMALL, MIXED.for_layer(layer)).layer_bytes for layer in range(6)]
@@ -144,19 +133,6 @@ def test_each_kind_of_layer_is_measured_and_the_model_is_their_sum():
     assert found.model_bytes == sum(alone) + outside
     assert found.mean_layer_bytes == pytest.approx(sum(alone) / 6)
     assert found.report.counts["dropout"] == (8, 12)
-
-
-def test_the_command_lists_each_kind_of_layer_and_what_is_left(tmp_path, capsys):
-    model, out = tmp_path / "small.json", tmp_path / "ledger.json"
-    model.write_text(json.dumps({**SMALL, "num_layers": 4, "seq_length": 64}))
-    argv = ["ledger", "--model", str(model), "--json", str(out), "--tempo-layers", json.dumps(LAYERS)]
-    assert main(argv) == 0
-    text, kinds = capsys.readouterr().out, json.loads(out.read_text())["tempo"]["layer_kinds"]
-    assert "left: norm in decoder.layers.0-1 (input_layernorm, pre_mlp_layernorm): off for layers 0-1\n" in text
-    assert [kind["layers"] for kind in kinds] == ["0-1", "2", "3"]
-    for kind in kinds:
-        (line,) = [line for line in text.splitlines() if line.startswith(f"each of layers {kind['layers']} ")]
-        assert f"{kind['layer_bytes']:,}" in line
 
 
 @pytest.mark.parametrize(("num_keys", "is_scores"), [(128, True), (129, True), (130, False)])

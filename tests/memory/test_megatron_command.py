@@ -325,7 +325,7 @@ def test_the_estimate_of_a_command_has_each_stage_and_the_command_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = tmp_path / "figures.json"
-    ours = f"estimate --vocab-size 500 --json {figures} --all-ranks --tree".split()
+    ours = f"estimate --gpu a100 --vocab-size 500 --json {figures} --all-ranks --tree".split()
     assert main([*ours, "--", *"torchrun --nproc-per-node 4 pretrain_gpt.py".split(), *TINY.split()]) == 0
     written = capsys.readouterr().out
     assert "Megatron-LM 0.19" in written and "largest" in written
@@ -368,7 +368,7 @@ mkdir -p logs; NODES=$(nvidia-smi -L | wc -l)
 cd "$(dirname "$0")"
 if [[ ${{2:-bf16}} == bf16 ]]; then MODEL+=("--bf16  --swiglu"); fi
 export CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTORCH_ALLOC_CONF=expandable_segments:True
-exec torchrun --nproc_per_node 8 pretrain_gpt.py --save "" ${{MODEL[@]}} 2>&1 | tee log.txt
+exec torchrun --nproc_per_node $GPUS pretrain_gpt.py --save "" ${{MODEL[@]}} 2>&1 | tee log.txt
 """
 
 
@@ -386,8 +386,15 @@ exec torchrun --nproc_per_node 8 pretrain_gpt.py --save "" ${{MODEL[@]}} 2>&1 | 
     ],
 )
 def test_a_script_says_its_command_and_is_not_run(
-    script: str, ours: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: str,
+    ours: str,
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """It knows what the environment says."""
+    monkeypatch.setenv("GPUS", "8")
     file = tmp_path / "train it.sh"
     file.write_text(script, encoding="utf-8")
     words = [*f"estimate --vocab-size 500 {ours} --script".split(), str(file), "--"]
@@ -402,16 +409,9 @@ def test_a_script_says_its_command_and_is_not_run(
         find_in_script(str(file), [], None, seconds=0.1)
 
 
-@pytest.mark.parametrize("ours", ["estimate --gpu a100", "plan --gpu b200 --gpu-memory 1GiB"])
-def test_a_command_is_written_for_the_chip_that_is_asked_for(ours: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*ours.split(), "--vocab-size", "500", "--world-size", "2"]
-    assert main([*words, "--", "pretrain_gpt.py", *TINY.split(), "--bf16"]) == 0
-    assert "launch/run_megatron.py pretrain_gpt.py" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_the_plan_of_a_command_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    ours = "plan --gpu h100 --gpu-memory 1GiB --vocab-size 500 --world-size 2".split()
+    ours = "plan --recompute-allowed --gpu b200 --gpu-memory 1GiB --vocab-size 500 --world-size 2".split()
     assert main([*ours, "--", "pretrain_gpt.py", *TINY.split(), "--recompute-activations", "--bf16"]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("python launch/run_megatron.py pretrain_gpt.py --num-layers 4")
@@ -465,7 +465,7 @@ def _draw_line(draw: random.Random) -> list[str]:
 def test_whatever_is_typed_is_an_estimate_or_one_sentence(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     draw = random.Random(seed)
     ends = dict.fromkeys(("estimate", "sentence"), 0)
-    for _ in range(200):
+    for _ in range(60):
         line = _draw_line(draw)
         status = main(line)
         printed, said = capsys.readouterr()
@@ -475,4 +475,4 @@ def test_whatever_is_typed_is_an_estimate_or_one_sentence(seed: int, capsys: pyt
         else:
             assert status in (0, 1) and "between steps" in printed and not sentences, (line, printed, said)
         ends["sentence" if status == 2 else "estimate"] += 1
-    assert min(ends.values()) > 20, ends
+    assert min(ends.values()) > 6, ends

@@ -76,11 +76,9 @@ NONE = "\nwithout --recompute-granularity"
     ("words", "device", "found"),
     [
         ("--gpu-memory=16GB", "NVIDIA A100-SXM4-80GB", ["\nNVIDIA A100", "Transformer Engine's", NONE]),
-        ("--gpu-memory=16GB", None, ["\nNVIDIA H100", "Transformer Engine's", NONE]),
-        (f"--gpu-memory=16GB {ZERO}", None, ["Megatron's local ones", "attention=flash"]),
+        (f"--gpu-memory=16GB {ZERO}", None, ["\nNVIDIA H100", "Megatron's local ones", "attention=flash"]),
         (f"--gpu-memory=30GB {ZERO} --stock=transformer_engine", None, ["attention=off"]),
         ("--gpu=a100 --gpu-memory=6.7GB --margin=0", None, ["--recompute-granularity full --recompute-method block"]),
-        ("--gpu=a100 --gpu-memory=12GB --recompute-allowed", None, [NONE]),
         (f"{OTHER} --plot={{png}} --model={MODELS}/bert_large.json", None, [", TP 2, "]),
         *exhaustive(
             *((f"{OTHER} --model={MODELS}/{each}.json", None, [", TP 2, "]) for each in ("llama3_8b", "gpt3_6.7b"))
@@ -112,6 +110,10 @@ MIXTURE = (
     "--vocab-size 1000 --tokenizer-type NullTokenizer --use-distributed-optimizer --moe-grouped-gemm --num-experts 8 "
     "--moe-router-topk 4 --moe-ffn-hidden-size 192 --moe-token-dispatcher-type alltoall"
 )
+FEW_CHOICES = (
+    "--use-tempo --tempo-activation recompute --tempo-norm recompute --tempo-linear-fc1 off --tempo-linear-qkv off "
+    "--tempo-moe-permute off"
+)
 LATENT = (
     "--multi-latent-attention --kv-lora-rank 64 --qk-head-dim 64 --v-head-dim 64 --qk-pos-emb-head-dim 32 "
     "--moe-layer-freq [0,1,1,1] --pipeline-model-parallel-size 2"
@@ -140,9 +142,9 @@ def plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[float, s
 @pytest.mark.parametrize(
     ("words", "command"),
     [
-        (["--model={mixture}", "--dp=2", "--gpu-memory=40MiB", "--recompute-allowed"], ""),
+        (["--world-size=2", "--gpu-memory=40MiB", "--margin=1", "--recompute-allowed"], f"{MIXTURE} {FEW_CHOICES}"),
         *exhaustive(
-            (["--world-size=2", "--gpu-memory=40MiB", "--margin=1"], f"{MIXTURE} --use-tempo"),
+            (["--model={mixture}", "--dp=2", "--gpu-memory=40MiB", "--recompute-allowed"], ""),
             (["--model={mixture}", "--fixed-memory=30MiB", "--gpu-memory=32MiB", "--micro-batch-size=2"], ""),
         ),
     ],

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 
 import pytest
+from covering import exhaustive
 
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.plan import read_request
@@ -26,7 +27,9 @@ def read(*words: str) -> PlanRequest:
     return read_request(args, read_gpu("h100"))[0]
 
 
-@pytest.mark.parametrize("layout", [["--seq-length=8192"], ["--pp=4", "--num-micro-batches=3", "--seq-length=32768"]])
+@pytest.mark.parametrize(
+    "layout", [["--pp=4", "--num-micro-batches=3", "--seq-length=32768"], *exhaustive([["--seq-length=8192"]])]
+)
 def test_with_the_host_a_plan_is_never_slower_and_mostly_faster_and_copies_fit_their_windows(layout: list[str]) -> None:
     words = [*layout, "--fixed-memory=10GB"]
     without = Planner(read(*words), tolerance=0.0)

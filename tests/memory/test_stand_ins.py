@@ -70,18 +70,3 @@ def test_the_estimate_says_so_in_one_line(
     (tmp_path / "kept.json").write_text("{}")
     assert main([*argv, f"--kept-bytes={tmp_path / 'kept.json'}"]) == 2
     assert "give a file that tempo-megatron bench --kept-bytes wrote" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (["--calibrate", "--output", "/nowhere/found.json"], "lies in a folder that does not exist; make it"),
-        (["--kept-bytes", "--output", "found.json", "--round-ms", "5"], "--round-ms 5 is of --calibrate"),
-        (["--kept-bytes", "--output", "found.json"], "it is not installed; install it"),
-    ],
-)
-def test_bench_refuses_wrong_arguments_before_it_imports_torch(argv: list[str], sentence: str) -> None:
-    program = "import sys; from tempo_megatron.cli import main; status = main(sys.argv[1:]); assert 'torch' not in "
-    program += "sys.modules; sys.exit(status)"
-    done = subprocess.run([sys.executable, "-c", program, "bench", *argv], capture_output=True, text=True)
-    assert done.returncode == 2 and sentence in done.stderr, done.stderr

@@ -84,6 +84,12 @@ def test_zero_3_has_gradients_where_it_has_states_and_weights_as_far_as_they_are
         assert (states.sum_parts(*Born)["weights"], get_buckets(states).bucket) == (0, 2 * live)
 
 
+def test_a_full_bucket_of_zero_2_is_copied_beside_the_gradient_for_which_it_has_no_room() -> None:
+    optimizer = OptimizerSettings(kind="deepspeed", zero_stage=2, reduce_bucket_elements=6000)
+    buckets = get_buckets(list_zeros([3000, 5000], torch.bfloat16, optimizer, largest=5000, accumulates=True))
+    assert (buckets.num_elements, buckets.flush) == (6000, 2 * (6000 + 5000))
+
+
 def test_megatron_fsdp_shards_all_gathers_ahead_and_reduces_at_the_end_of_backward() -> None:
     layers, ranks = 4, 4
     run = make_run({**SMALL, "num_layers": layers}, dp=ranks, num_micro_batches=2)

@@ -55,7 +55,7 @@ def test_steps_of_a_gpt_are_those_of_eager_mode() -> None:
     check_peaks(train_gpt(WRITTEN))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_gpt2_of_transformers_given_to_tempoize_trains_in_the_planned_order() -> None:
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 

@@ -183,9 +183,11 @@ def test_an_overlap_is_found() -> None:
 
 
 def test_rectangles_are_what_is_alive_with_scratch() -> None:
+    """What is kept stays to the end, whoever used it last."""
     first = Operation(name="a", makes=(1,), reads=(0,), scratch_bytes=3)
-    graph = StepGraph((first, Operation(name="b", makes=(2,), reads=(1,))), (10, 4, 5), frozenset({0, 2}))
-    storages, found = list_rectangles(graph, (0, 1))
+    others = Operation(name="b", makes=(2,), reads=(1,)), Operation(name="c", reads=(2,))
+    graph = StepGraph((first, *others), (10, 4, 5), frozenset({0, 1}))
+    storages, found = list_rectangles(graph, (0, 1, 2))
     assert storages == [1, 2, None]
-    assert found == [Rectangle(4, 0, 1), Rectangle(5, 1, 1), Rectangle(3, 0, 0)]
-    assert find_most_alive(found) + 10 == max(graph.count_bytes((0, 1)))
+    assert found == [Rectangle(4, 0, 2), Rectangle(5, 1, 2), Rectangle(3, 0, 0)]
+    assert find_most_alive(found) + 10 == max(graph.count_bytes((0, 1, 2)))

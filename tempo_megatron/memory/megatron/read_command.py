@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from tempo_megatron.memory.chips import H100
 from tempo_megatron.memory.megatron.command import ALLOCATORS, MODELS, WORKSPACE, Command, split_command
 from tempo_megatron.memory.megatron.derived import (
     derive,
@@ -23,7 +22,7 @@ from tempo_megatron.memory.megatron.derived import (
 )
 from tempo_megatron.memory.megatron.options import parse_options
 from tempo_megatron.memory.megatron.read_run import read_run
-from tempo_megatron.memory.plan.gpu import read_gpu
+from tempo_megatron.memory.plan.gpu import H100, read_gpu
 from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig

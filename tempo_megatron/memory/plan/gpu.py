@@ -1,4 +1,7 @@
-"""Reads how fast a GPU multiplies matrices and moves bytes: the files of configs/gpu."""
+"""Reads how fast a GPU multiplies matrices and moves bytes, and its chip: the files of configs/gpu.
+
+torch is imported only where a GPU is asked, as `--help` reads this file.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,31 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.memory.chips import Chip
-
 _FOLDERS = Path(__file__).parents[3], Path(sysconfig.get_path("data")) / "share" / "tempo-megatron"
 """A checkout's, and what a wheel installs."""
 DTYPES = ("bf16", "fp16", "fp32")
 _UNKNOWN_DEVICE = "h100"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What kernels choose their launches by: the major number of its compute capability, and its multiprocessors."""
+
+    major: int
+    multiprocessors: int
+
+
+H100 = Chip(9, 132)
+
+
+def find_chip() -> Chip:
+    """This machine's; an H100's where it has no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return H100
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Chip(found.major, found.multi_processor_count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from tempo_megatron.memory.chips import find_chip
-from tempo_megatron.memory.plan.gpu import Gpu, HostLink
+from tempo_megatron.memory.plan.gpu import Gpu, HostLink, find_chip
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ROUNDS = 7

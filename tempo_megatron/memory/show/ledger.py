@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
 
 from tempo_kernels.offload import MIN_BYTES
 from tempo_megatron import cpu
@@ -21,6 +20,7 @@ from tempo_megatron.memory.simulated.chunk_model import (
     build_ledger_config,
     describe_parts,
     leave_out_stand_ins,
+    replace_attention,
 )
 from tempo_megatron.memory.tape.rows import LayerKind, Row, find_row, sum_rows
 from tempo_megatron.memory.tape.scopes import SavedStorage
@@ -122,7 +122,10 @@ def measure_run(run: Run) -> Ledger:
         choices = choose(config, run.tempo)
         specs = make_specs(shape, config, choices)
         report = sum((report_on(spec, choices) for spec in specs.values()), TempoReport())
-    simulated = _take_flash_for_stock(choices.config) if run.model.multi_latent_attention else choices.config
+    simulated = choices.config
+    if run.model.multi_latent_attention:
+        # Stock attention of latent vectors keeps what Tempo's does: q, k, v, the output and a logsumexp.
+        simulated = replace_attention(simulated, "flash", "off")
     run = dataclasses.replace(run, tempo=simulated, recompute_num_layers=None)
     mixed = shape.layers_with_experts
     kinds: dict[tuple[bool, tuple[TempoConfig, ...]], list[int]] = {}
@@ -149,16 +152,6 @@ def measure_run(run: Run) -> Ledger:
         choices=choices,
         report=report,
     )
-
-
-def _take_flash_for_stock(config: TempoConfig) -> TempoConfig:
-    """`config` with stock attention for Tempo's of latent vectors: both keep q, k, v, the output and a logsumexp."""
-
-    def take(values: Mapping[str, str]) -> dict[str, str]:
-        return {name: "off" if (name, value) == ("attention", "flash") else value for name, value in values.items()}
-
-    layers = {key: take(values) for key, values in config.layers.items()}
-    return dataclasses.replace(config, **take({"attention": config.attention}), layers=layers)
 
 
 def _send_to_host(storage: SavedStorage, values: dict[str, TempoConfig], lengths: tuple[int, ...]) -> SavedStorage:

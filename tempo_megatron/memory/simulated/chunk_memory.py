@@ -135,11 +135,6 @@ class ChunkMemory:
         return sum(of.total() for of in self._sums.values())
 
     @property
-    def num_expert_parameters(self) -> int:
-        """Of its parameters, those of routed experts."""
-        return sum(of[True, False] + of[True, True] for of in self._sums.values())
-
-    @property
     def float8_weights(self) -> int:
         """Elements of the weights with which it multiplies in float8."""
         return sum(of[False, True] + of[True, True] for of in self._sums.values())

@@ -129,14 +129,14 @@ class Ends(NamedTuple):
     layers: bool = True
 
 
-def fuse_attention(config: TempoConfig) -> TempoConfig:
-    """`config` with Tempo's attention where it is stock: it keeps what Transformer Engine's does."""
+def replace_attention(config: TempoConfig, before: str = "off", then: str = "flash") -> TempoConfig:
+    """`config` with another attention where it has this one: Tempo's keeps what Transformer Engine's does."""
 
-    def fuse(block: Mapping[str, str]) -> dict[str, str]:
-        return {name: "flash" if (name, value) == ("attention", "off") else value for name, value in block.items()}
+    def replace(values: Mapping[str, str]) -> dict[str, str]:
+        return {name: then if (name, value) == ("attention", before) else value for name, value in values.items()}
 
-    layers = {key: fuse(values) for key, values in config.layers.items()}
-    return dataclasses.replace(config, attention=fuse({"attention": config.attention})["attention"], layers=layers)
+    layers = {key: replace(values) for key, values in config.layers.items()}
+    return dataclasses.replace(config, **replace({"attention": config.attention}), layers=layers)
 
 
 def describe_parts(config: TransformerConfig, run: Run) -> TransformerConfig:
@@ -269,7 +269,7 @@ class ChunkModel:
             # Before 0.16 no configuration has it.
             config = dataclasses.replace(config, moe_shared_expert_gate=True)
         asked = choose(describe_parts(config, run), _leave_latent_attention(run)).config
-        chosen = fuse_attention(asked) if is_fused else asked
+        chosen = replace_attention(asked) if is_fused else asked
         stacks = STACKS_OF_FAMILIES[shape.family]
         layers = range(shape.num_layers)
         kinds = [{stack: chosen.for_layer(layer, stack) for stack in stacks} for layer in layers]

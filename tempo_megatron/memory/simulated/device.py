@@ -34,7 +34,7 @@ from tempo_kernels.linear_cross_entropy import CHUNK_BYTES, OPERATIONS, use_chun
 from tempo_kernels.norm import rms_norm
 from tempo_kernels.opaque import Opaque, simulate
 from tempo_kernels.philox import DRAWS
-from tempo_megatron.memory.chips import H100
+from tempo_megatron.memory.plan.gpu import H100
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.stand_in import DroppedOutput, Made, stand_in
 from tempo_megatron.memory.tape.follower import Follower, count_span

@@ -125,7 +125,7 @@ class Scopes:
     def _name_functions(self, name: str, module: Any, undo: contextlib.ExitStack) -> None:
         for slot in _BDA:
             if not isinstance(get_function := getattr(module, slot, None), (torch.nn.Module, type(None))):
-                setattr(module, slot, functools.partial(self._name_bda, f"{name}.{slot}", get_function))
+                setattr(module, slot, functools.partial(self._name_results, f"{name}.{slot}", get_function))
                 undo.callback(setattr, module, slot, get_function)
         dispatcher = getattr(module, DISPATCHER, None)
         if dispatcher is not None:
@@ -140,8 +140,8 @@ class Scopes:
             if (mask := keywords.get(name)) is not None:
                 self._owners[mask.untyped_storage()._cdata] = MASK
 
-    def _name_bda(self, operation: str, get_function: Any, training: Any, fused: Any) -> Any:
-        return self._run_as(operation, get_function(training, fused))
+    def _name_results(self, operation: str, get_function: Any, *args: Any) -> Any:
+        return self._run_as(operation, get_function(*args))
 
     def _run_as(self, operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
