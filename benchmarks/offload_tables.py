@@ -105,7 +105,7 @@ def _run(words: str) -> Any:
 
 
 def _share(plan: MemoryPlan, flops: int) -> str:
-    return f"{100 * plan.recomputed_flops / flops:.1f}"
+    return f"{100 * sum(stage.recomputed_flops for stage in plan.stages) / flops:.1f}"
 
 
 def replace(document: str, name: str, lines: Iterator[str]) -> None:

@@ -169,10 +169,6 @@ class MemoryPlan:
         """The time of one micro batch on the slowest stage."""
         return max(stage.seconds for stage in self.stages)
 
-    @property
-    def recomputed_flops(self) -> int:
-        return sum(stage.recomputed_flops for stage in self.stages)
-
 
 class _Pick(NamedTuple):
     """What the search takes in one mode, and the seconds of one micro batch on the slowest stage."""
