@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tempo_kernels.attention import (
     add_sink,
@@ -36,7 +39,8 @@ def reference(q, k, v, chosen, mask=None, sink=None, bias=None, alibi_slopes=Non
     if chosen.softcap is not None:
         scores = chosen.softcap * (scores / chosen.softcap).tanh()
     if bias is not None:
-        scores = scores + bias
+        # Hidden keys give none of its gradient, whatever their rows get.
+        scores = scores + (bias if mask is None else torch.where(mask, bias.detach(), bias))
     if alibi_slopes is not None:
         scores = scores + alibi_slopes.to(scores.dtype).view(-1, 1, 1) * distance
     if mask is not None and chosen.hidden_rows == "added":
@@ -111,12 +115,15 @@ CHANGES = {
     "bias of rows": (False, None, False, (True, False, True)),
     "all": (True, 1.5, True, (True, True, True)),
 }
-# causal, window_size, whether there is a mask
+# causal, window_size, whether there is a mask, what the rows are whose keys it hides.
 SEEN = {
-    "all": (False, None, False),
-    "causal": (True, None, False),
-    "window": (False, (5, 2), False),
-    "mask": (True, None, True),
+    "all": (False, None, False, "uniform"),
+    "causal": (True, None, False, "uniform"),
+    "window": (False, (5, 2), False, "uniform"),
+    "mask": (True, None, True, "uniform"),
+    "mask that is added": (True, None, True, "added"),
+    "mask that is added in windows": (False, (4, 3), True, "added"),
+    "mask with rows of zeros": (True, (9, 0), True, "zero"),
 }
 
 
@@ -125,7 +132,7 @@ def make_change(change, b, a, sq, sk):
     has_sink, softcap, has_slopes, has_sizes = change
     sizes = has_sizes and [size if has_size else 1 for size, has_size in zip((b, a, sq), has_sizes, strict=True)]
     bias = None if sizes is None else torch.randn(*sizes, sk)
-    return torch.randn(a) if has_sink else None, bias, softcap, SLOPES if has_slopes else None
+    return torch.randn(a) if has_sink else None, bias, softcap, SLOPES[:a] if has_slopes else None
 
 
 def make_mask(b, sq, sk):
@@ -134,28 +141,75 @@ def make_mask(b, sq, sk):
     return mask
 
 
-def padding(b, sq, sk):
-    """Samples of different lengths; in the last one everything is hidden."""
-    lengths = torch.linspace(sk, 0, b).long()
-    return (torch.arange(sk) >= lengths.view(-1, 1)).view(b, 1, 1, sk).expand(b, 1, sq, sk)
+def pad(*lengths, sk=70):
+    """Samples of these lengths."""
+    return torch.arange(sk) >= torch.tensor(lengths).view(-1, 1, 1, 1)
 
 
-# Masks are made when the module is imported, before any test is seeded.
-_random = torch.Generator().manual_seed(1234)
+class Place(NamedTuple):
+    """Sizes, and which keys a query sees: maybe of parts of a longer sequence."""
 
-# sq, sk, b, heads, groups, d, causal, mask
-CASES = {
-    "causal": (65, 65, 2, 4, 4, 64, True, None),
-    "several blocks": (700, 700, 1, 3, 3, 16, True, None),
-    "full": (33, 33, 2, 2, 2, 32, False, None),
-    "grouped queries": (40, 40, 2, 6, 2, 16, True, None),
-    "one group": (24, 24, 1, 4, 1, 128, True, None),
-    "fewer queries than keys": (5, 37, 2, 2, 2, 16, True, None),
-    "cross attention": (37, 11, 2, 2, 2, 16, False, None),
-    "one token": (1, 1, 1, 1, 1, 8, True, None),
-    "padding": (20, 20, 3, 2, 2, 16, False, padding(3, 20, 20)),
-    "padding for all rows": (20, 20, 3, 4, 2, 16, False, padding(3, 1, 20)),
-    "a mask per head": (20, 20, 1, 4, 4, 16, False, torch.rand(1, 4, 20, 20, generator=_random) < 0.3),
-    "a mask on top of causal": (20, 20, 2, 4, 2, 16, True, torch.rand(2, 1, 20, 20, generator=_random).tril() > 0.7),
-    "wide heads": (17, 17, 1, 2, 1, 256, True, None),
+    sq: int
+    sk: int
+    b: int = 1
+    a: int = 2
+    g: int = 1
+    d: int = 32
+    dv: int | None = None
+    causal: bool = True
+    window_size: tuple[int, int] | None = None
+    first_row: int = 0
+    first_column: int | None = None
+    make_mask: Callable[[], Tensor] | None = None
+
+    def settings(self, p, **more):
+        seen = {"window_size": self.window_size, "first_row": self.first_row, "first_column": self.first_column}
+        return settings(self.causal, p, **seen, **more)
+
+    def make_inputs(self, dtype=torch.float32, device="cpu"):
+        """q, k and v, as slices of one tensor where they can be, as Megatron has them, and grad."""
+        sizes = [self.d, self.d, self.dv or self.d]
+        grad = torch.randn(self.sq, self.b, self.a, sizes[2], device=device).to(dtype)
+        if self.sq == self.sk and self.a == self.g:
+            return *torch.randn(self.sq, self.b, self.a, sum(sizes), device=device).to(dtype).split(sizes, -1), grad
+        lengths = (self.sq, self.a), (self.sk, self.g), (self.sk, self.g)
+        return *(
+            torch.randn(s, self.b, heads, size, device=device).to(dtype)
+            for (s, heads), size in zip(lengths, sizes, strict=True)
+        ), grad
+
+
+PLACES = {
+    "one token": Place(1, 1, a=1, g=1),
+    "odd": Place(37, 37, 2, 3, 3),
+    "blocks": Place(128, 128, 1, 2, 2, 64),
+    "a block and a bit": Place(130, 130, 1, 1, 1, 64),
+    "head_dim 80": Place(70, 70, 1, 2, 2, 80),
+    "head_dim 36": Place(20, 20, 1, 2, 2, 36),
+    "head_dim 128": Place(140, 140, 1, 1, 1, 128),
+    "head_dim 256": Place(66, 66, 1, 1, 1, 256),
+    "grouped": Place(130, 130, 1, 4, 2),
+    "one group": Place(65, 65, 1, 4, 1, 40),
+    "few queries": Place(5, 150, d=64),
+    "one query": Place(1, 129, 1, 2, 1, 64),
+    "no query": Place(0, 4),
+    "no sample": Place(6, 6, 0),
+    "all keys": Place(70, 150, d=64, causal=False),
+    "more queries than keys": Place(150, 11, d=64, causal=False),
+    "queries without a key": Place(150, 20, causal=False, window_size=(2, 0)),
+    **{f"window {size}": Place(150, 150, causal=False, window_size=size) for size in ((5, 0), (100, 0), (3, 4))},
+    **{
+        f"window {size}": Place(40, 200, causal=False, window_size=size)
+        for size in ((-1, 2), (7, -1), (3, 40), (0, 0), (-1, 0), (-1, -1))
+    },
+    "narrow values": Place(70, 70, d=96, dv=64),
+    "wide values": Place(40, 70, d=24, dv=40, causal=False),
+    "queries behind keys": Place(40, 140, first_row=100),
+    "the last keys": Place(130, 40, dv=16, first_row=3, first_column=16),
+    "a window of later keys": Place(40, 70, causal=False, window_size=(20, 3), first_row=100, first_column=64),
+    "keys that nobody sees": Place(20, 20, first_column=40),
+    "padding": Place(70, 70, 3, causal=False, make_mask=lambda: pad(70, 40, 0)),
+    "a mask per row": Place(70, 70, 2, make_mask=lambda: torch.rand(2, 1, 70, 70) < 0.4),
+    "a mask per head": Place(70, 70, causal=False, make_mask=lambda: torch.rand(1, 2, 70, 70) < 0.4),
+    "rows that see nothing": Place(70, 70, 2, make_mask=lambda: (torch.rand(2, 2, 70, 1) < 0.5).expand(2, 2, 70, 70)),
 }

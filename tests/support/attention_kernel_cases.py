@@ -6,7 +6,7 @@ import functools
 
 import attention_cases
 import torch
-from attention_cases import reference
+from attention_cases import Place, reference
 from interpreted import DEVICE, INTERPRETED, assert_as_specified
 from witness import outputs_and_gradients
 
@@ -63,15 +63,12 @@ def check(q, k, v, grad, chosen, mask=None, sink=None, bias=None, alibi_slopes=N
     assert_as_specified(found, [q, k, v, grad, sink, bias], specified, *names)
 
 
-def random_inputs(sq, sk, b, a, g, d, dtype):
-    """q, k, v as slices of one tensor where they can be, as Megatron has them, and grad."""
-    grad = torch.randn(sq, b, a, d, device=DEVICE).to(dtype)
-    if sq == sk and a == g:
-        return *torch.randn(sq, b, a, 3 * d, device=DEVICE).to(dtype).split(d, dim=-1), grad
-    return *(torch.randn(s, b, n, d, device=DEVICE).to(dtype) for s, n in ((sq, a), (sk, g), (sk, g))), grad
+def random_inputs(*sizes, dtype):
+    """q, k, v and grad of sq, sk, b, a, g, d."""
+    return Place(*sizes).make_inputs(dtype, DEVICE)
 
 
-def dropped_elements(chosen, sq, sk, b, a, d=256):
+def dropped_elements(chosen, sq, sk, b, a, d=128):
     """The mask [b, a, sq, sk] that the kernel applies in each of its passes: forward, and both gradients."""
     # All probabilities are equal; the columns of the unit matrix take them out one key at a time.
     zeros = torch.zeros(sq, b, a, d, dtype=torch.bfloat16, device=DEVICE)

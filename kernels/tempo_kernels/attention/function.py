@@ -79,7 +79,8 @@ def attention(
             changes nothing, so that transformers' slope * column (BLOOM) is the same.
         bias: [b or 1, a or 1, sq or 1, sk], floating point, added to the scaled scores. Below -1e30 it hides its key,
             as minus infinity does. cu_seqlens may not be given with it. Its gradient, summed in float32, is computed
-            where bias requires one; where bias is broadcast, in an order that is always the same.
+            where bias requires one; where bias is broadcast, in an order that is always the same. Hidden keys give it
+            none, whatever hidden_rows is.
         hidden_rows: with "uniform" a row whose keys the mask hides all attends to all of them equally, or to its sink,
             and its scores get no gradient, as in Megatron, which writes over them. With "added" they get one, as where
             the lowest number is added to them. With "zero" the row gets 0 and passes no gradient on, as in torch's

@@ -7,10 +7,9 @@ from functools import partial
 import pytest
 import torch
 from attention_cases import (
-    CASES,
     CHANGES,
     DTYPES,
-    SCALE,
+    PLACES,
     SEEN,
     SLOPES,
     attend_in_parts,
@@ -24,13 +23,8 @@ from covering import parametrize_covering
 from witness import assert_same, assert_three_witnesses, kept_storages, outputs_and_gradients
 
 from tempo_kernels.attention import (
-    add_sink,
-    attend_block,
     attention,
-    differentiate_block,
-    differentiate_sink,
     eager,
-    merge_blocks,
 )
 from tempo_kernels.opaque import use_blocks
 
@@ -49,11 +43,14 @@ def assert_right(form, chosen, tensors, grad, dtype, mask=None):
     assert_three_witnesses(ours_, theirs, tensors, grad, dtype)
 
 
-@parametrize_covering(case=CASES, form=FORMS, dtype=DTYPES, p=[0.0, 0.1])
-def test_forward_and_backward_obey_the_rule(case, form, dtype, p, nan_poison):
-    sq, sk, b, a, g, d, causal, mask = case
-    q, k, v, grad = (torch.randn(s, b, heads, d) for s, heads in ((sq, a), (sk, g), (sk, g), (sq, a)))
-    assert_right(form, settings(causal, p), [q, k, v], grad, dtype, mask)
+@parametrize_covering(
+    each={"place": PLACES}, form=FORMS, dtype=DTYPES, p=[0.0, 0.1], elements=[1, eager.BLOCK_ELEMENTS]
+)
+def test_forward_and_backward_obey_the_rule(place, form, dtype, p, elements, nan_poison):
+    mask = None if place.make_mask is None else place.make_mask()
+    *tensors, grad = place.make_inputs()
+    with use_blocks(attention=elements, attention_rows=16):
+        assert_right(form, place.settings(p), tensors, grad, dtype, mask)
 
 
 def test_both_forms_have_one_output_bit_for_bit():
@@ -61,53 +58,9 @@ def test_both_forms_have_one_output_bit_for_bit():
     assert torch.equal(softmax_form(q, k, v, settings()), ours(q, k, v, settings()))
 
 
-ROWS = {
-    "padding before a sample": ((torch.arange(20) < torch.tensor([0, 7, 20]).view(3, 1, 1, 1)), True, None),
-    "in windows": ((torch.arange(20) < torch.tensor([0, 7, 19]).view(3, 1, 1, 1)), False, (4, 3)),
-    "all of them": (torch.ones(1, 1, 1, 20, dtype=torch.bool), False, None),
-    "by head": (
-        torch.rand(3, 4, 20, 1, generator=torch.Generator().manual_seed(5)).round().bool().expand(-1, -1, -1, 20),
-        True,
-        None,
-    ),
-}
-
-
-@parametrize_covering(
-    each={"rows": ROWS, "hidden_rows": ["added", "zero"]}, form=FORMS, dtype=[*DTYPES, torch.float64], p=[0.0, 0.1]
-)
-def test_rows_whose_keys_are_all_hidden_obey_the_rule(rows, hidden_rows, form, dtype, p, nan_poison):
-    mask, causal, window_size = rows
-    q, k, v, grad = (torch.randn(20, 3, heads, 16) for heads in (4, 2, 2, 4))
-    chosen = settings(causal, p, window_size=window_size, hidden_rows=hidden_rows)
-    if dtype != torch.float64:
-        assert_right(form, chosen, [q, k, v], grad, dtype, mask)
-        return
-    both = (partial(each, chosen=chosen, mask=mask) for each in (form, reference))
-    assert_same(*(outputs_and_gradients(each, [q, k, v], grad, dtype) for each in both), atol=1e-14)
-
-
-# sq, sk, first_row, first_column, causal, window_size: also parts of the queries and of the keys of a longer sequence.
-WINDOWS = [(5, 0), (200, 0), (3, 4), (-1, 2), (-1, 0), (7, -1), (0, 0), (-1, -1)]
-PLACES = [
-    *((*lengths, 0, None, False, window) for lengths in ((150, 150), (70, 300), (90, 20)) for window in WINDOWS),
-    *((40, 70, 30, None, True, None), (33, 50, 100, 83, True, (9, 0)), (70, 40, 3, 0, True, None)),
-    *((20, 30, 0, 15, True, None), (20, 30, 7, 21, False, (4, 6)), (30, 30, 64, 32, False, None)),
-]
-
-
-@parametrize_covering(each={"place": PLACES}, value_dim=[16, 10, 24], form=FORMS, dtype=DTYPES, p=[0.0, 0.1])
-def test_windows_parts_of_a_sequence_and_values_of_any_size_obey_the_rule(place, value_dim, form, dtype, p, nan_poison):
-    sq, sk, first_row, first_column, causal, window_size = place
-    shapes = (sq, 4, 16), (sk, 2, 16), (sk, 2, value_dim), (sq, 4, value_dim)
-    q, k, v, grad = (torch.randn(s, 2, heads, d) for s, heads, d in shapes)
-    chosen = settings(causal, p, window_size=window_size, first_row=first_row, first_column=first_column)
-    assert_right(form, chosen, [q, k, v], grad, dtype)
-
-
 @parametrize_covering(
     causal=[True, False], window_size=[None, (9, 0), (-1, 2)], dtype=[*DTYPES, torch.float64], p=[0.0, 0.1],
-    first_row=[0, 6, 45], elements=[1, eager.BLOCK_ELEMENTS], softcap=[None, 1.5], has_sink=[False, True],
+    first_row=[0, 6, 65], elements=[1, eager.BLOCK_ELEMENTS], softcap=[None, 1.5], has_sink=[False, True],
 )  # fmt: skip
 def test_parts_of_the_keys_make_the_whole(
     causal, window_size, dtype, p, first_row, elements, softcap, has_sink, nan_poison
@@ -139,20 +92,6 @@ def test_parts_of_the_keys_make_the_whole(
         torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=limit)
 
 
-def test_a_row_that_saw_no_key_takes_the_other_parts_result():
-    q, k = torch.randn(6, 2, 2, 8), torch.randn(6, 2, 2, 8)
-    at = {"causal": True, "softmax_scale": SCALE, "first_row": 4}
-    blind, seeing = attend_block(q, k, k, **at, first_column=8), attend_block(q, k, k, **at, first_column=0)
-    assert blind[1][..., :4].isposinf().all() and not blind[0][:4].any() and blind[1][..., 4:].isfinite().all()
-    for merged in (merge_blocks(blind, seeing), merge_blocks(seeing, blind)):
-        assert all(torch.equal(a[:4], b[:4]) for a, b in zip(merged[:1], seeing[:1], strict=True))
-        assert torch.equal(merged[1][..., :4], seeing[1][..., :4])
-    out, logsumexp = merge_blocks(blind, blind)
-    assert not out[:4].any() and logsumexp[..., :4].isposinf().all()
-    grads = differentiate_block(torch.ones_like(out), out, logsumexp, q, k, k, **at, first_column=8)
-    assert not grads[0][:4].any() and all(grad.isfinite().all() for grad in grads)
-
-
 @pytest.mark.parametrize("window_size", [None, (3, 0), (3, 1)])
 def test_a_hidden_score_may_be_nan(window_size):
     q, k, v = (torch.randn(70, 2, 2, 16) for _ in range(3))
@@ -162,65 +101,41 @@ def test_a_hidden_score_may_be_nan(window_size):
     assert out[:-seen_by].isfinite().all() and out[-seen_by:].isnan().all()
 
 
-TORN = {"turned": lambda t: t.mT.contiguous().mT, "every second": lambda t: torch.stack((t, t), -1)[..., 0]}
-
-
-@parametrize_covering(tear=TORN, place=range(4), p=[0.0, 0.1], dtype=[*DTYPES, torch.float64])
-def test_a_last_dimension_of_any_stride_changes_no_bit(tear, place, p, dtype):
+@parametrize_covering(place=range(4), p=[0.0, 0.1], dtype=[*DTYPES, torch.float64])
+def test_a_last_dimension_of_any_stride_changes_no_bit(place, p, dtype):
     """torch's kernel for CPUs reads as if its stride were 1: other numbers, and beyond the tensor's end."""
-    tensors = [torch.randn(9, 2, 4, 16, dtype=dtype) for _ in range(4)]
-
-    def find(*operands):
-        *leaves, grad = operands
+    tensors, found = [torch.randn(9, 2, 4, 16, dtype=dtype) for _ in range(4)], []
+    for tear in (lambda t: t.clone(), lambda t: t.mT.contiguous().mT, lambda t: torch.stack((t, t), -1)[..., 0]):
+        *leaves, grad = (tear(t) if at == place else t.clone() for at, t in enumerate(tensors))
         leaves = [t.requires_grad_() for t in leaves]
         out = ours(*leaves, settings(p=p))
-        return [out, *torch.autograd.grad(out, leaves, grad)]
-
-    expected = find(*(t.clone() for t in tensors))
-    torn = [tear(t) if at == place else t.clone() for at, t in enumerate(tensors)]
-    assert torn[place].stride(3) != 1
-    assert all(torch.equal(*pair) for pair in zip(find(*torn), expected, strict=True))
+        found.append([out, *torch.autograd.grad(out, leaves, grad)])
+    assert_same(found[0] * 2, found[1] + found[2])
 
 
-@pytest.mark.parametrize("form", ["flash", "softmax"])
-@pytest.mark.parametrize("p", [0.0, 0.1])
-@pytest.mark.parametrize(("sq", "sk", "b"), [(0, 0, 2), (0, 5, 2), (6, 6, 0)])
-def test_no_query_and_no_sample_have_gradients_of_zeros(sq, sk, b, p, form):
-    leaves = [torch.randn(s, b, heads, 8).requires_grad_() for s, heads in ((sq, 4), (sk, 2), (sk, 2))]
-    out = attention(*leaves, **vars(settings(p=p)), form=form)
-    out.sum().backward()
-    assert out.shape == (sq, b, 4, 8) and not any(leaf.grad.any() for leaf in leaves)
+SHAPES = [
+    ([(4, 2, 8)] * 3, "dimensions"),
+    ([(4, 1, 4, 8), (4, 1, 3, 8), (4, 1, 3, 8)], "divisor"),
+    ([(4, 1, 1, 0)] * 3, "none of a, g, d and dv 0"),
+    ([(4, 1, 0, 8), (4, 1, 1, 8), (4, 1, 1, 8)], "none of a, g, d and dv 0"),
+    ([(4, 1, 1, 8), (4, 1, 1, 6), (4, 1, 1, 8)], r"\[sk, b, g, d\] and \[sk, b, g, dv\]"),
+    ([(4, 1, 1, 8), (2, 1, 1, 8), (2, 1, 1, 8)], "would see no key"),
+    ([(4, 1, 1, 8), (0, 1, 1, 8), (0, 1, 1, 8)], "at least one key"),
+]
 
 
-def q_k_v(*shapes, dtype=torch.float32):
-    return [torch.zeros(shape, dtype=dtype) for shape in shapes]
-
-
-BOOL = torch.zeros(4, 4, dtype=torch.bool)
-MISFITS = {
-    "dimensions": (q_k_v((4, 2, 8), (4, 2, 8), (4, 2, 8)), True, None, "dimensions"),
-    "dtype": (q_k_v(*[(4, 1, 2, 8)] * 3, dtype=torch.int64), True, None, "floating-point"),
-    "groups": (q_k_v((4, 1, 4, 8), (4, 1, 3, 8), (4, 1, 3, 8)), True, None, "divisor"),
-    "no size": (q_k_v(*[(4, 1, 1, 0)] * 3), True, None, "none of a, g, d and dv 0"),
-    "no heads": (q_k_v((4, 1, 0, 8), (4, 1, 1, 8), (4, 1, 1, 8)), True, None, "none of a, g, d and dv 0"),
-    "keys": (q_k_v((4, 1, 1, 8), (4, 1, 1, 6), (4, 1, 1, 8)), True, None, r"\[sk, b, g, d\] and \[sk, b, g, dv\]"),
-    "causal": (q_k_v((4, 1, 1, 8), (2, 1, 1, 8), (2, 1, 1, 8)), True, None, "would see no key"),
-    "no keys": (q_k_v((4, 1, 1, 8), (0, 1, 1, 8), (0, 1, 1, 8)), False, None, "at least one key"),
-    "mask shape": (q_k_v(*[(4, 1, 1, 8)] * 3), False, BOOL, "mask is"),
-    "mask dtype": (q_k_v(*[(4, 1, 1, 8)] * 3), False, torch.zeros(1, 1, 4, 4), "mask is torch.float32"),
-}
-
-
-@pytest.mark.parametrize(("tensors", "causal", "mask", "message"), MISFITS.values(), ids=MISFITS)
-def test_tensors_that_do_not_fit_are_refused(tensors, causal, mask, message):
+@pytest.mark.parametrize(("shapes", "message"), SHAPES, ids=str)
+def test_shapes_that_do_not_fit_are_refused(shapes, message):
     with pytest.raises(ValueError, match=message):
-        ours(*tensors, settings(causal, 0.0), mask)
+        attention(*map(torch.zeros, shapes), causal="least" not in message, softmax_scale=1.0)
 
 
 ONES = torch.ones(2)
 DRAWN = {"dropout_p": 0.1, "dropout_key": 1}
 BEYOND = "beyond lie the masks of other places"
 REFUSED = [
+    ({"mask": torch.zeros(4, 4, dtype=torch.bool)}, "mask is"),
+    ({"mask": torch.zeros(1, 1, 4, 4)}, "mask is torch.float32"),
     ({"form": "paper"}, 'form is .paper.; expected "flash" or "softmax"'),
     ({"softmax_scale": 0.0}, "softmax_scale is 0.0; expected a positive number"),
     ({"window_size": (3, -2)}, r"window_size is \(3, -2\)"),
@@ -275,10 +190,10 @@ def make_q_k_v():
 
 @parametrize_covering(change=CHANGES, seen=SEEN, form=FORM_NAMES, dtype=DTYPES, p=[0.0, 0.1], elements=[1, 1 << 19])
 def test_forward_and_every_gradient_obey_the_rule(change, seen, form, dtype, p, elements, nan_poison):
-    causal, window_size, has_mask = seen
+    causal, window_size, has_mask, hidden_rows = seen
     operands = make_q_k_v()
     sink, bias, softcap, slopes = make_change(change, BATCH, HEADS, SQ, SK)
-    chosen = settings(causal, p, window_size=window_size, softcap=softcap)
+    chosen = settings(causal, p, window_size=window_size, softcap=softcap, hidden_rows=hidden_rows)
     mask = make_mask(BATCH, SQ, SK) if has_mask else None
 
     def run(function, q, k, v, sink, bias, **more):
@@ -291,15 +206,10 @@ def test_forward_and_every_gradient_obey_the_rule(change, seen, form, dtype, p, 
         )
 
 
-def test_a_sink_of_zero_is_the_softmax_of_one_more_and_minus_infinity_is_none():
+def test_a_sink_of_minus_infinity_is_none():
     q, k, v = (torch.randn(9, 1, 2, 8, dtype=torch.float64) for _ in range(3))
-    chosen = settings(p=0.0)
-    scores = torch.einsum("sbad,tbad->bast", q, k) * SCALE
-    powers = scores.exp().tril()
-    expected = torch.einsum("bast,tbad->sbad", powers / (1 + powers.sum(-1, keepdim=True)), v)
-    torch.testing.assert_close(ours(q, k, v, chosen, sink=torch.zeros(2)), expected, rtol=1e-12, atol=1e-12)
-    nothing = torch.full((2,), float("-inf"))
-    torch.testing.assert_close(ours(q, k, v, chosen, sink=nothing), ours(q, k, v, chosen), rtol=1e-12, atol=1e-12)
+    found = ours(q, k, v, settings(), sink=torch.full((2,), float("-inf")))
+    torch.testing.assert_close(found, ours(q, k, v, settings()), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("value", [float("-inf"), torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min])
@@ -317,17 +227,6 @@ def test_a_bias_may_hide_keys_and_all_keys_of_a_query(form, value):
     assert not out[3].any()
     out.sum().backward()
     assert not q.grad[3].any() and not k.grad[7:].any() and not v.grad[7:].any() and bias.grad.isfinite().all()
-
-
-def test_a_sink_is_added_with_its_gradient_to_rows_that_saw_keys_and_to_those_that_saw_none():
-    out, logsumexp = (torch.randn(*shape, dtype=torch.float64) for shape in ((5, 2, 3, 4), (2, 3, 5)))
-    out[1], logsumexp[:, :, 1] = 0.0, float("inf")
-    sink, grad = torch.randn(3, dtype=torch.float64, requires_grad=True), torch.randn(5, 2, 3, 4, dtype=torch.float64)
-    new_out, new_logsumexp = add_sink(out, logsumexp, sink)
-    assert not new_out[1].any() and torch.equal(new_logsumexp[:, :, 1], sink.detach().expand(2, 3))
-    new_out.backward(grad)
-    found = differentiate_sink(grad, new_out.detach(), new_logsumexp.detach(), sink.detach())
-    torch.testing.assert_close(found, sink.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
