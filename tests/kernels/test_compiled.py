@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from covering import compiles, exhaustive
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tempo_kernels import compiled
@@ -58,19 +60,33 @@ def test_without_a_compiler_large_tensors_cost_one_warning_and_small_ones_try_no
         assert "Training runs without" in words and f"python3.{sys.version_info.minor}-dev" in words
 
 
-def test_a_compiler_that_fails_after_its_trial_is_given_up(untried_compiler, monkeypatch) -> None:
-    from torch._dynamo.exc import BackendCompilerFailed
+@pytest.fixture
+def fail_with(untried_compiler, monkeypatch) -> Callable[[Exception], None]:
+    """Lets what torch compiles raise an error."""
 
-    def fail(*_: Tensor) -> Tensor:
-        raise BackendCompilerFailed(lambda: None, OSError("No space left on device"), None)
+    def make_all_fail(error: Exception) -> None:
+        def fail(*_: Tensor) -> Tensor:
+            raise error
+
+        monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
 
     monkeypatch.setattr(compiled, "_try_once", lambda: None)
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    return make_all_fail
+
+
+def test_a_compiler_that_fails_after_its_trial_is_given_up(fail_with) -> None:
+    fail_with(BackendCompilerFailed(lambda: None, OSError("No space left on device"), None))
     function = compiled.Compiled(lambda x: x + 1)
     with pytest.warns(RuntimeWarning, match="No space left on device"):
         assert torch.equal(function(torch.ones(3)), torch.full((3,), 2.0))
     assert torch.equal(function(torch.ones(3)), torch.full((3,), 2.0))
     assert not compiled.pays_for(torch.ones(100), 10)
+
+
+def test_an_error_of_the_compiled_function_itself_is_raised(fail_with) -> None:
+    fail_with(RuntimeError("not enough memory"))
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        compiled.Compiled(lambda x: x + 1)(torch.ones(3))
 
 
 @compiles
@@ -81,16 +97,6 @@ def test_cpp_that_does_not_compile_calls_nothing_and_costs_one_warning(untried_c
     assert not compiled.run_cpp(source, "fill", x) and torch.equal(x, torch.zeros(3))
 
 
-def test_an_error_of_the_compiled_function_itself_is_raised(untried_compiler, monkeypatch) -> None:
-    def fail(*_: Tensor) -> Tensor:
-        raise RuntimeError("not enough memory")
-
-    monkeypatch.setattr(compiled, "_try_once", lambda: None)
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
-    with pytest.raises(RuntimeError, match="not enough memory"):
-        compiled.Compiled(lambda x: x + 1)(torch.ones(3))
-
-
 def run(tmp_path: Path, program: str = TRAIN, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     variables |= {"PYTHONPATH": f"{ROOT / 'kernels'}", **environment}
@@ -99,7 +105,7 @@ def run(tmp_path: Path, program: str = TRAIN, **environment: str) -> subprocess.
 
 @compiles
 def test_processors_with_other_vectors_share_a_cache(tmp_path: Path) -> None:
-    for environment in ({}, {"ATEN_CPU_CAPABILITY": "avx2"}, {"ATEN_CPU_CAPABILITY": "default"}):
+    for environment in ({}, {"ATEN_CPU_CAPABILITY": "default"}):
         done = run(tmp_path, FORMULA, **environment)
         assert done.returncode == 0, f"{environment}: {done.stderr[-2000:]}"
 
@@ -169,21 +175,19 @@ def test_columns_are_split_into_more_than_one_group_of_a_power_of_two(width, lan
 @compiles
 def test_only_the_lanes_are_compiled_in():
     function = compiled.Compiled(lambda x: x + 1, has_lanes=True)
+    graphs = set()
     for shape in ((3, 5, 64), (7, 2, 64), (9, 4, 64)):
         x = torch.randn(shape)
         assert torch.equal(function(x), x + 1)
-        if shape == (3, 5, 64):
-            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+        graphs.add(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(graphs) == 1
 
 
 @compiles
 def test_any_number_of_widths_and_dtypes_runs_compiled():
-    """Each in a compilation of its own: torch stops after eight of one function, which is an error here."""
+    """Each in a compilation of its own: torch stops after some of one function, which is an error here."""
     function = compiled.Compiled(lambda x: x * 2.0, has_lanes=True)
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for dtype in (torch.float32, torch.bfloat16):
-            for width in (3, 6, 12, 24, 48):
-                x = torch.ones(4, width, dtype=dtype)
-                (x,) = compiled.split_columns(width, x)
-                assert torch.equal(function(x), x * 2.0)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=1):
+        for width, dtype in ((6, torch.float32), (12, torch.float32), (12, torch.bfloat16)):
+            (x,) = compiled.split_columns(width, torch.ones(4, width, dtype=dtype))
+            assert torch.equal(function(x), x * 2.0)

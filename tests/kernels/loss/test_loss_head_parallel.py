@@ -25,7 +25,6 @@ FORMS = {
     "log_prob": ("log_probs", {**CUT, "return_entropy": False}),
     "log_prob and entropy": ("log_probs", CUT),
 }
-LAYOUTS = {"2 ranks": (2, False), "2 ranks, SP": (2, True), "4 ranks": (4, False), "4 ranks, SP": (4, True)}
 
 
 def problem(name, dtype, case):
@@ -76,17 +75,16 @@ def whole_results(name, dtype, case, exact=False):
     return results_of(functools.partial(HEADS[name].reference, **more), [cast(t) for t in inputs], labels, cast(grad))
 
 
-def assert_equal_to_the_whole(name, size, sequence_parallel, dtype, case):
+@parametrize_covering(
+    each={"size": [2, 4], "dtype": [torch.float32, torch.bfloat16]}, form=FORMS,
+    sequence_parallel={"all tokens": False, "parts of the tokens": True},
+)  # fmt: skip
+def test_shards_of_the_vocabulary_equal_the_whole_computation(size, dtype, form, sequence_parallel):
+    name, case = form
     found = joined(run_ranks(shard_results, size, name, sequence_parallel, dtype, 8, case), sequence_parallel)
     witnesses = found, whole_results(name, dtype, case), whole_results(name, dtype, case, exact=True)
     for what, *three in zip(("results", "hidden", "weight", "bias"), *witnesses, strict=True):
         assert_within_rule(what, *three)
-
-
-@parametrize_covering(form=FORMS, layout=LAYOUTS, dtype=[torch.float32, torch.bfloat16])
-def test_shards_of_the_vocabulary_equal_the_whole_computation(form, layout, dtype):
-    name, case = form
-    assert_equal_to_the_whole(name, *layout, dtype, case)
 
 
 @parametrize_covering(each={"chunk_tokens": [1, 5, 1000, None], "case": [{}, {"in_forward": True}]})

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from norm_inputs import FORMS, NAMES, PARAMETERS, results
+from norm_inputs import NAMES, PARAMETERS, results
 from torch.nn import functional as F
-from witness import assert_same, assert_within_rule, kept_storages
+from witness import assert_within_rule, kept_storages
 
 from tempo_kernels.norm import layer_norm, rms_norm
 
@@ -82,14 +82,8 @@ def test_keeps_a_16_bit_output_and_rstd_and_with_lost_channels_16_bits_of_each(n
     assert sorted(kept.values()) == sorted([*expected, 2 * 64 * 3, 8 * 3])  # three columns and their numbers
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("keep", FORMS)
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm])
-def test_torch_compile_in_one_graph_and_the_output_given_again_have_the_same_bits(norm, keep):
-    tensors, grad = inputs("initial", (24, 64), torch.bfloat16, norm)
-    ours = partial(norm, keep=keep)
-    graph = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    assert_same(results(graph, tensors, grad), results(ours, tensors, grad))
-    y = norm(*(t.requires_grad_() for t in tensors), keep="recompute")
+def test_the_output_given_again_has_the_same_bits(norm):
+    y = norm(*(t.requires_grad_() for t in inputs("initial", (24, 64), torch.bfloat16, norm)[0]), keep="recompute")
     y.grad_fn.refill(y.grad_fn, out := torch.full_like(y, torch.nan, requires_grad=False))
-    assert torch.equal(out, y) and torch.equal(norm(*tensors, keep=keep), y)
+    assert torch.equal(out, y)
