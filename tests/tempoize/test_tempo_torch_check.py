@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers_cases import CASES, checkpoint_layers
 
-from tempo_torch import check, read_step, report_on, samples, tempoize
+from tempo_torch import check, read_step, report_on, tempoize
 from tempo_torch.attention import attend
 from tempo_torch.compare import Comparison, Unit
 from tempo_torch.loss import DeferredLogits
@@ -225,10 +225,7 @@ def test_a_difference_that_two_units_make_only_together_is_traced_to_both():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_no_architecture_raises_an_alarm(name, dtype):
-    model = tempoize(CASES[name].build(0.1, dtype, small=True), seed=1)
+def test_no_architecture_raises_an_alarm_in_16_bits_either(name):
+    model = tempoize(CASES[name].build(0.1, torch.bfloat16, small=True), seed=1)
     assert "equal stock's" in report_on(model).checked and not list_given_back(model)
-    with samples(model, 0):
-        model(**CASES[name].make_inputs(dtype, small=True))

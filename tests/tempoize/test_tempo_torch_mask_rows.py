@@ -32,11 +32,8 @@ class Calls(nn.Module):
 
     def forward(self, x):
         x = self.change(x)
-        return (
-            self.inner(x, x, x, need_weights=False)[0]
-            if isinstance(self.inner, nn.MultiheadAttention)
-            else self.inner(x)
-        )
+        is_attention = isinstance(self.inner, nn.MultiheadAttention)
+        return self.inner(x, x, x, need_weights=False)[0] if is_attention else self.inner(x)
 
 
 class Functional(nn.Module):
@@ -151,17 +148,12 @@ def test_ranks_draw_what_one_process_draws(name):
 
 def test_larger_batches_than_two_to_the_16th_share_no_mask():
     model, seen = tempoize(Calls(nn.Dropout(P)), seed=3), set()
-    for n in (60_000, 65_000, 140_000, 66_000, 131_072, 65_536, 65_537, 300_000, 1000):
-        first, key = find(model, n)
-        rows = {(key, first + row) for row in range(0, n, 500)} | {(key, first + n - 1)}
+    for n in (60_000, 140_000, 65_536, 65_537, 1000):
+        model(torch.ones(n, 1))
+        key, first, _ = model.inner.place.draw(torch.device("cpu"))
+        rows = {(key, first + row) for row in range(n)}
         assert seen.isdisjoint(rows)
-        seen |= {(key, first + row) for row in range(n)}
-
-
-def find(model, n):
-    model(torch.ones(n, 1))
-    key, first, _ = model.inner.place.draw(torch.device("cpu"))
-    return first, key
+        seen |= rows
 
 
 def test_a_count_beyond_2_to_the_47th_is_refused():
@@ -223,9 +215,8 @@ def test_rows_that_run_again_draw_the_same_masks(name, reentrant):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("name", ["frames folded", "dropout of rows"])
-def test_compiled_rows_draw_the_same_masks(name):
-    plain, compiled = (tempoize(build(name), seed=3) for _ in range(2))
+def test_compiled_rows_draw_the_same_masks():
+    plain, compiled = (tempoize(build("frames folded"), seed=3) for _ in range(2))
     compiled.inner.compile(backend="aot_eager", fullgraph=True)
     for n, m in STEPS[0][:4]:
         x = torch.randn(n, m, S, H)

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from witness import assert_all_within_rule, kept_storages
 
 from tempo_kernels.philox import derive_key, drop_mask, effective_probability
-from tempo_kernels.recompute import find_saved_tensors
 from tempo_torch import report_on, samples, tempoize
 
 B, SQ, SK, E, HEADS = 4, 48, 65, 64, 4
@@ -152,12 +151,11 @@ def differentiate(model, dtype=torch.float32):
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_torchs_layers_that_drop_nothing_are_stocks(norm_first):
     # A probability that rounds to 0 runs Tempo's attention, and a written 0 stock's.
-    ours = tempoize(build_layers(1e-6, norm_first), attention="flash")
-    stock, exact, without = (build_layers(0.0, norm_first) for _ in range(3))
-    found = [differentiate(each) for each in (ours, tempoize(without), stock)]
-    true = differentiate(exact.double(), torch.float64)
-    assert_all_within_rule("of 1e-6", found[0], found[2], true)
-    assert_all_within_rule("of 0", found[1], found[2], true)
+    stock = differentiate(build_layers(0.0, norm_first))
+    exact = differentiate(build_layers(0.0, norm_first).double(), torch.float64)
+    for p, attention in ((1e-6, "flash"), (0.0, "auto")):
+        found = differentiate(tempoize(build_layers(p, norm_first), attention=attention))
+        assert_all_within_rule(f"of {p}", found, stock, exact)
 
 
 def test_torchs_layers_draw_by_position_and_move_no_generator():
@@ -199,30 +197,30 @@ REFUSALS = {
 }
 
 
-def test_scores_that_a_function_adds_to_stay_stock_or_are_refused():
-    x, stock = torch.randn(2, LENGTH, HIDDEN), build_own(mask=torch.zeros(LENGTH, LENGTH))
-    ours, flash = (tempoize(copy.deepcopy(stock), attention=value) for value in ("auto", "flash"))
-    ours(x)
-    assert "adds a tensor to its scores" in str(report_on(ours))
-    with pytest.raises(ValueError, match='attention is "flash".*adds a tensor to its scores'):
-        flash(x)
-
-
 @pytest.mark.parametrize("why", REFUSALS)
 def test_what_tempos_attention_does_not_do_stays_stock_or_is_refused(why):
     settings, more = REFUSALS[why]
+    x, more = torch.randn(B, SQ, E), {"need_weights": False, **more}
     stock = nn.MultiheadAttention(E, HEADS, P, batch_first=True, **settings)
-    ours, flash = tempoize(copy.deepcopy(stock)), tempoize(copy.deepcopy(stock), attention="flash")
-    x, found = torch.randn(B, SQ, E), []
-    for model in (stock, ours):
+    found = []
+    for model in (stock, ours := tempoize(copy.deepcopy(stock))):
         torch.manual_seed(5)
-        found.append(model(x, x, x, **{"need_weights": False, **more})[0])
+        found.append(model(x, x, x, **more)[0])
     assert torch.equal(*found)
     left = [(entry.operation, entry.why) for entry in report_on(ours).left if entry.operation != "loss"]
     assert left == [("attention", f"it {why}")], str(report_on(ours))
     with pytest.raises(ValueError) as raised:
-        flash(x, x, x, **{"need_weights": False, **more})
+        tempoize(copy.deepcopy(stock), attention="flash")(x, x, x, **more)
     assert str(raised.value).startswith('attention is "flash", but ') and f" {why}" in str(raised.value)
+
+
+def test_scores_that_a_function_adds_to_stay_stock_or_are_refused():
+    x, why = torch.randn(2, LENGTH, HIDDEN), "adds a tensor to its scores"
+    ours, flash = (tempoize(build_own(mask=torch.zeros(LENGTH, LENGTH)), attention=each) for each in ("auto", "flash"))
+    ours(x)
+    assert why in str(report_on(ours))
+    with pytest.raises(ValueError, match=f'attention is "flash".*{why}'):
+        flash(x)
 
 
 def test_masks_that_do_not_fit_end_in_stocks_words():
@@ -275,7 +273,7 @@ def test_evaluation_is_bit_for_bit_stocks_on_nested_tensors_too():
             assert torch.equal(found[0], expected[0])
 
 
-HIDDEN, LENGTH = 32, 24
+HIDDEN, LENGTH = 32, 40
 
 
 class OwnNorm(nn.Module):
@@ -308,19 +306,9 @@ def build_own(p=0.5, mask=None):
     return nn.Sequential(OwnAttention(p, mask), OwnAttention(p, mask)).train()
 
 
-def keeps_scores(y):
-    """Whether a node of the graph keeps a tensor [b, a, s, s]."""
-    pending, seen = [y.grad_fn], set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        pending.extend(parent for parent, _ in node.next_functions)
-        saved = [t for _, t in find_saved_tensors(node) if t is not None and t.is_floating_point()]
-        if any(t.shape[-2:] == (LENGTH, LENGTH) for t in saved):
-            return True
-    return False
+def keeps_scores(model, x):
+    """Whether a tensor as large as [b, a, s, s] is held for backward."""
+    return max(kept_storages(model, x).values()) >= x.size(0) * HEADS * LENGTH * LENGTH * 4
 
 
 BOOL = torch.rand(1, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.7
@@ -332,7 +320,7 @@ def test_the_mask_of_a_sample_depends_on_no_other_and_no_scores_are_kept(mask):
     model = tempoize(build_own(mask=mask), seed=1)
     with samples(model, 8):
         whole = model(x)
-    assert not keeps_scores(whole) and keeps_scores(build_own(mask=mask)(x))
+    assert not keeps_scores(model, x) and keeps_scores(build_own(mask=mask), x)
     for first in (0, 2):
         with samples(model, 8 + first):
             torch.testing.assert_close(model(x[first : first + 2]), whole[first : first + 2], rtol=1e-5, atol=1e-6)

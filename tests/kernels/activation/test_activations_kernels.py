@@ -194,12 +194,7 @@ def test_gelus_bits_are_right_at_the_minimum_and_its_neighbours(dtype, form):
     near = nearest + torch.arange(-20, 20) * ulp(nearest, dtype)
     x = torch.cat([near, torch.linspace(-8, 8, 24)]).to(DEVICE, dtype)
     for bias in (None, torch.zeros_like(x)):
-        found, expected = (
-            module.forward(t, None if bias is None else bias.to(t.device), ACTIVATION[form], "inplace")
-            for module, t in ((kernel, x), (eager, x.cpu()))
-        )
-        assert torch.equal(found[1].cpu(), expected[1])
-    check_inplace(x, None, torch.ones_like(x), ACTIVATION[form])
+        check_inplace(x, bias, torch.ones_like(x), ACTIVATION[form])
 
 
 @kernel_test

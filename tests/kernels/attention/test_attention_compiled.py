@@ -30,16 +30,7 @@ pytestmark = pytest.mark.slow
 
 
 def attention_launches(
-    capability,
-    head_dim,
-    dtype=torch.bfloat16,
-    given=None,
-    s=2048,
-    b=2,
-    heads=4,
-    value_dim=None,
-    is_part=False,
-    **chosen,
+    capability, head_dim, dtype=torch.bfloat16, given=(), s=2048, b=2, heads=4, value_dim=None, is_part=False, **chosen
 ):
     """The launches of forward, grad_q and grad_kv, of queries, keys and values that are slices of one tensor. `given`
     are Inputs' other tensors by name; a bias gets its gradient too."""
