@@ -6,6 +6,7 @@ are taken of tensors with more than 2**31 elements and without memory. On a GPU 
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -154,33 +155,34 @@ def test_losses_keep_to_few_registers_and_read_16_bytes_at_a_time(capability, sh
             check(launch, capability, f"{launch.name}, {form}, {dtype}", 128 if "capped" in form else 80, 7)
 
 
-def run_norms(x: Tensor, y: Tensor) -> None:
-    """Both forms of x, and of an output and parameters of y's dtype."""
-    for bias in (y[0], None):
-        _, kept = norm.forward(x, Norm(y[0], bias, 1e-5, bias is not None, False))
-        norm.backward(y, y, kept, bias is not None, x.dtype, y.dtype, checks=False)
-    parameters = Norm(y[0], y[0], 1e-5, True, True)
+def run_norms(x: Tensor, y: Tensor, has_bias: bool) -> None:
+    """Both forms of x, and of an output and parameters of y's dtype, of LayerNorm or of RMSNorm."""
+    parameters = Norm(y[0], y[0] if has_bias else None, 1e-5, has_bias, zero_centered=False)
+    _, kept = norm.forward(x, parameters)
+    norm.backward(y, y, kept, has_bias, x.dtype, y.dtype, checks=False)
+    parameters = parameters._replace(zero_centered=True)
     _, statistics = norm.forward_from_input(x, parameters)
     norm.refill(y, x, parameters, statistics)
     norm.backward_from_input(y, x, parameters, statistics)
 
 
 # 16-bit rows that are multiples of eight, short, medium and long, and float32.
-NORMS = [
-    (FLOAT, FLOAT, 4096),
-    *((BRAIN, BRAIN, hidden_size) for hidden_size in (1000, 4096, 8192, 12288, 20480)),
-    *((FLOAT, BRAIN, hidden_size) for hidden_size in (8192, 12288)),
-]
+NORMS = [(FLOAT, FLOAT, 4096, True), (BRAIN, BRAIN, 8192, False), (FLOAT, BRAIN, 12288, True)]
+MORE_NORMS = [
+    (FLOAT, FLOAT, 4096, False), (FLOAT, BRAIN, 12288, False), (BRAIN, BRAIN, 8192, True),
+    *((BRAIN, BRAIN, size, has_bias) for size in (1000, 4096, 12288, 20480) for has_bias in (True, False)),
+    *((FLOAT, BRAIN, 8192, has_bias) for has_bias in (True, False)),
+]  # fmt: skip
 # Each on one GPU: both dtypes, and rows that fill the registers or are read in parts.
-COVERING = [(90, NORMS[3:4]), (80, NORMS[:1]), (100, NORMS[7:])]
+COVERING = [(80, NORMS[:1]), (90, NORMS[1:2]), (100, NORMS[2:])]
 QUICK = pytest.param(90, NORMS[:1], marks=pytest.mark.quick)
 
 
-@with_capabilities([QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in COVERING)], NORMS)
+@with_capabilities([QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in COVERING)], NORMS + MORE_NORMS)
 def test_norms_keep_to_registers_and_access_16_bytes_at_a_time(capability, shapes):
-    for *dtypes, hidden_size in shapes:
+    for *dtypes, hidden_size, has_bias in shapes:
         tensors = [torch.empty(2048, hidden_size, dtype=dtype) for dtype in dtypes]
-        for launch in record_launches(lambda tensors=tensors: run_norms(*tensors), MODULES):
+        for launch in record_launches(functools.partial(run_norms, *tensors, has_bias), MODULES):
             name = f"{launch.name}, {dtypes}, h {hidden_size}"
             # One number per row, or a vector [h] of which a thread has fewer than eight elements; a tile that is read
             # or written narrowly takes at least eight accesses. Of sums over rows a thread has one column, and norms
@@ -251,7 +253,7 @@ def run_all() -> None:
     run_activation("gelu", x, make_rows(4096)[: x.size(0)], x[0], None)  # others have its addresses
     run_dropouts(x[:, None])
     for width in (4096, 32768):
-        run_norms(*[make_rows(width)] * 2)
+        run_norms(*[make_rows(width)] * 2, True)
     run_attention()
     run_losses(make_rows(32768))
 

@@ -12,6 +12,7 @@ wider number or a signed comparison has to stay within 32 bits.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,6 +28,12 @@ _VALUE = r"%[\w$.-]+(?:#\d+)?"
 _LINE = re.compile(r'(?:(%[\w$.-]+)(?::(\d+))? = )?"?([a-z_]+\.[a-z_]+)"?(.*)')
 _SAME = {f"tt.{name}" for name in "splat broadcast expand_dims reshape trans unsplat".split()} | {"arith.extsi"}
 _CHECKED = {"arith.muli", "arith.shli", "arith.addi", "arith.subi"}
+# Of two numbers, and in each of them either growing or falling: a range's ends follow from the ends.
+_MONOTONE = {
+    "arith.addi": operator.add, "arith.subi": operator.sub, "arith.muli": operator.mul, "arith.shli": operator.lshift,
+    "arith.shrsi": operator.rshift, "arith.shrui": operator.rshift, "arith.minsi": min, "arith.maxsi": max,
+    "arith.divsi": lambda a, b: a // b if a >= 0 else -(-a // b),
+}  # fmt: skip
 _ROUNDS = 20
 """After so many, a range that a loop still widens has no end."""
 
@@ -101,14 +108,10 @@ def _compute(one: _Operation, terms: list[Range | None]) -> Range | None:
     if name == "tt.make_range":
         start, end = (int(re.search(rf"{key} = (\d+)", rest)[1]) for key in ("start", "end"))
         return start, end - 1
-    if (
-        not terms
-        or any(term is None for term in terms)
-        or (name == "tt.elementwise_inline_asm" and "mov.b32" not in rest)
-    ):
+    if not terms or None in terms:
         return None
     (low, high), *others = terms
-    if name in _SAME or name == "tt.elementwise_inline_asm":
+    if name in _SAME:
         return low, high
     if name == "arith.trunci":
         return (low, high) if _fits((low, high), one.bits or 0) else None
@@ -119,30 +122,27 @@ def _compute(one: _Operation, terms: list[Range | None]) -> Range | None:
         return _hull(*others)
     if not others:
         return None
-    (first, last) = others[0]
-    if name == "arith.addi":
-        return low + first, high + last
-    if name == "arith.subi":
-        return low - last, high - first
-    if name == "arith.muli":
-        products = [a * b for a in (low, high) for b in (first, last)]
-        return min(products), max(products)
-    if name == "arith.shli" and 0 <= first <= last < 64:
-        return min(low << first, low << last), max(high << first, high << last)
-    if (name == "arith.shrsi" or (name == "arith.shrui" and low >= 0)) and 0 <= first <= last:
-        return min(low >> first, low >> last), max(high >> first, high >> last)
-    if name == "arith.minsi":
-        return min(low, first), min(high, last)
-    if name == "arith.maxsi":
-        return max(low, first), max(high, last)
-    if name == "arith.divsi" and first > 0:
-        quotients = [int(a / b) if abs(a) < 1 << 50 else a // b for a in (low, high) for b in (first, last)]
-        return min(quotients), max(quotients)
-    if name == "arith.remsi" and first > 0:
+    first, last = others[0]
+    is_known = {
+        "arith.shli": 0 <= first <= last < 64,
+        "arith.shrsi": first >= 0,
+        "arith.shrui": min(low, first) >= 0,
+        "arith.divsi": first > 0,
+        "arith.remsi": first > 0,
+        "arith.ori": min(low, first) >= 0,
+        "arith.xori": min(low, first) >= 0,
+        "arith.andi": max(low, first) >= 0,
+    }
+    if not is_known.get(name, True):
+        return None
+    if name in _MONOTONE:
+        ends = [_MONOTONE[name](a, b) for a in (low, high) for b in (first, last)]
+        return min(ends), max(ends)
+    if name == "arith.remsi":
         return (0 if low >= 0 else 1 - last), (min(high, last - 1) if low >= 0 else last - 1)
-    if name in ("arith.ori", "arith.xori") and min(low, first) >= 0:
+    if name in ("arith.ori", "arith.xori"):
         return 0, (1 << max(high, last).bit_length()) - 1
-    if name == "arith.andi" and max(low, first) >= 0:
+    if name == "arith.andi":
         return 0, min(part[1] for part in ((low, high), (first, last)) if part[0] >= 0)
     return None
 
@@ -259,22 +259,16 @@ class _Function:
                 if value not in self.bits or not known:
                     continue
                 now[value] = _hull(*known, *([handed[value]] if value in handed else []))
-                if number >= _ROUNDS and value in handed and now[value] != handed[value]:
-                    low, high = _limits(self.bits[value])
-                    now[value] = (
-                        low if now[value][0] < handed[value][0] else now[value][0],
-                        high if now[value][1] > handed[value][1] else now[value][1],
-                    )
+                if number >= _ROUNDS and value in handed:
+                    (low, high), (old_low, old_high), ends = now[value], handed[value], _limits(self.bits[value])
+                    now[value] = ends[0] if low < old_low else low, ends[1] if high > old_high else high
             if now == handed:
                 return ranges
             handed = now
         raise AssertionError("ranges do not settle")
 
     def _pass(self, handed: dict[str, Range]) -> dict[str, Range]:
-        ranges, unknown = (
-            {**self.given, **handed},
-            {value for value in self.handed if value in self.bits} - handed.keys(),
-        )
+        ranges, unknown = {**self.given, **handed}, (self.handed.keys() & self.bits.keys()) - handed.keys()
         for one in self.operations:
             if one.bits is None or not one.results:
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from covering import exhaustive
 from tiny_models import GROUPS, list_reasons
 from tiny_models import build as build_tiny
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -62,7 +63,11 @@ PADDED = {
 }
 
 
-@pytest.mark.parametrize(("name", "more"), PADDED.values(), ids=PADDED)
+# Called as Llama, and as Mistral.
+ALIKE = [PADDED.pop("Qwen3"), PADDED.pop("Gemma 3")]
+
+
+@pytest.mark.parametrize(("name", "more"), [*PADDED.values(), *exhaustive(*ALIKE)])
 def test_padding_before_a_sample_leaves_loss_and_gradients_those_of_stock(name, more):
     mask = torch.ones_like(IDS)
     mask[1, :5] = 0
@@ -79,7 +84,7 @@ SPARSE |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rop
 SPARSE |= {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16, "first_k_dense_replace": 1}
 
 
-@pytest.mark.parametrize("name", ["DeepseekV32", "GlmMoeDsa"])
+@pytest.mark.parametrize("name", ["DeepseekV32", *exhaustive(["GlmMoeDsa"])])
 def test_sparse_attention_stays_sparse_in_training_and_in_eval(name):
     if not hasattr(transformers, f"{name}Config"):
         pytest.skip("this version of transformers has no such model")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import exhaustive
 from distributed import run_ranks
 from tiny_models import build
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -134,8 +135,8 @@ def test_ranks_of_ulysses_draw_the_masks_of_one_process_in_attention_and_elsewhe
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "settings", "register_first"),
-    [(2, EVERYTHING, False), (4, {}, False), (2, {}, True)],
-    ids=["all pieces of long sequences", "a copy of a group for each rank", "registered before tempoize"],
+    # All pieces of long sequences; registered before tempoize; and of each group a copy for each rank.
+    [(2, EVERYTHING, False), (2, {}, True), *exhaustive((4, {}, False))],
 )
 def test_ranks_of_ulysses_compute_what_one_process_computes(size, settings, register_first):
     pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp", reason="this DeepSpeed has no Ulysses")

@@ -76,21 +76,21 @@ def test_a_row_with_inf_or_nan_is_nan_as_torchs_and_leaves_other_rows_alone(keep
     assert nan[0][0][:2].all() and nan[0][1][:2].all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_keeps_the_output_rstd_a_copy_of_the_parameters_and_nothing_else(dtype):
-    x = torch.randn(64, 2, 128).to(dtype).requires_grad_()
-    weight, bias = (t.to(dtype).requires_grad_() for t in PARAMETERS["trained"](128))
-    weight.data.fill_(1)
-    outputs = []
+MIXED = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
 
-    def run(*inputs):
-        outputs.append(layer_norm(*inputs))
-        return outputs[0]
 
-    kept = kept_storages(run, x, weight, bias)
-    y = outputs[0]
-    assert kept.pop(y.data_ptr()) == y.numel() * y.element_size()
-    assert sorted(kept.values()) == sorted([64 * 2 * 4, 2 * 128 * 4])  # rstd, and the gamma and beta of this call
+@pytest.mark.parametrize(("dtype", "of_parameters"), [*zip(DTYPES, DTYPES, strict=True), *MIXED])
+@pytest.mark.parametrize("function", [layer_norm, rms_norm])
+def test_keeps_the_output_rstd_the_calls_parameters_and_of_each_lost_channel_a_column(function, dtype, of_parameters):
+    parameters = [t.to(of_parameters) for t in PARAMETERS["initial"](128)][: 2 if function is layer_norm else 1]
+    leaves = [t.requires_grad_() for t in (torch.randn(64, 128).to(dtype), *parameters)]
+    for num_lost in (0, 3):
+        parameters[0].data[:num_lost] = 0
+        outputs = []
+        kept = kept_storages(lambda *t, outputs=outputs: outputs.append(function(*t)) or outputs[0], *leaves)
+        assert kept.pop(outputs[0].data_ptr()) == 64 * 128 * of_parameters.itemsize
+        of_channels = [64 * num_lost * of_parameters.itemsize, 8 * num_lost] if num_lost else []
+        assert sorted(kept.values()) == sorted([64 * 4, 4 * 128 * len(parameters), *of_channels])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
