@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from witness import assert_all_within_rule, kept_storages
 
 from tempo_kernels.philox import derive_key, drop_mask, effective_probability
+from tempo_megatron.memory.tape.scopes import record_saved
 from tempo_torch import report_on, samples, tempoize
 
 B, SQ, SK, E, HEADS = 4, 48, 65, 64, 4
@@ -308,7 +309,8 @@ def build_own(p=0.5, mask=None):
 
 def keeps_scores(model, x):
     """Whether a tensor as large as [b, a, s, s] is held for backward."""
-    return max(kept_storages(model, x).values()) >= x.size(0) * HEADS * LENGTH * LENGTH * 4
+    _, kept = record_saved(model, lambda: model(x))
+    return max(saved.num_bytes for saved in kept) >= x.size(0) * HEADS * LENGTH * LENGTH * 4
 
 
 BOOL = torch.rand(1, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.7
