@@ -12,7 +12,7 @@ from tempo_kernels.attention import attention, cpu
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention.settings import Inputs
 
-TOKENS, HEADS, GROUPS, DIM = 100, 4, 2, 32
+TOKENS, HEADS, GROUPS, DIM = 100, 2, 1, 32
 BOUNDARIES = {
     "one": [0, 100],
     "several": [0, 3, 61, 64, 100],
@@ -42,7 +42,7 @@ def check_documents(inputs, grad, chosen):
 
 @kernel_test
 @parametrize_covering(
-    each={"boundaries": BOUNDARIES, "value_dim": [DIM, 16]}, seen=SEEN, dtype=DTYPES, p=[0.0, 0.3],
+    each={"boundaries": BOUNDARIES, "value_dim": [DIM, 16], "dtype": DTYPES}, seen=SEEN, p=[0.0, 0.3],
     is_announced=[True, False],
 )  # fmt: skip
 def test_documents_are_as_specified(boundaries, value_dim, seen, dtype, p, is_announced):

@@ -71,12 +71,13 @@ def random_norm(name, shape, dtype):
 
 
 @kernel_test
-@parametrize_covering(each={"name": PARAMETERS.keys(), "shape": [(5, 3, 200), (15, 72)]}, dtype=DTYPES)
-def test_norm_does_what_is_specified_for_any_gamma_and_beta(name, shape, dtype):
+@parametrize_covering(
+    each={"name": PARAMETERS.keys(), "shape": [(5, 3, 200), (15, 72)], "zero_centered": [False, True]}, dtype=DTYPES
+)
+def test_norm_does_what_is_specified_for_any_gamma_and_beta(name, shape, zero_centered, dtype):
     x, weight, bias, grad = random_norm(name, shape, dtype)
-    for shift in (0, 1):
-        check_both_forms(x, weight - shift, bias, grad, zero_centered=shift == 1)
-        check_both_forms(x, weight.float() - shift, None, grad, zero_centered=shift == 1)
+    check_both_forms(x, weight - zero_centered, bias, grad, zero_centered)
+    check_both_forms(x, weight.float() - zero_centered, None, grad, zero_centered)
 
 
 @kernel_test
@@ -100,7 +101,7 @@ def test_norm_does_what_is_specified_for_any_shape(shape):
     [
         (100, "one in a hundred gamma 0", torch.float32),
         (136, "trained", torch.float16),
-        (500, "one in a hundred beta / gamma 100", torch.bfloat16),
+        (264, "one in a hundred beta / gamma 100", torch.bfloat16),
         (100, "beta / gamma 100", torch.bfloat16),
     ],
 )
@@ -131,7 +132,7 @@ def test_norm_of_a_row_with_inf_or_nan_is_nan_and_leaves_other_rows_alone():
 
 
 @kernel_test
-@pytest.mark.parametrize(("shape", "dtype"), [((200, 130), torch.float32), ((10, 1100), torch.bfloat16)])
+@pytest.mark.parametrize(("shape", "dtype"), [((100, 130), torch.float32), ((10, 1100), torch.bfloat16)])
 def test_norms_gradients_of_gamma_and_beta_are_summed_over_many_programs_in_a_fixed_order(shape, dtype):
     blocks = Blocks(forward_programs=3, multiprocessors=1)
     inputs = random_norm("one in a hundred gamma 0", shape, dtype)
