@@ -57,33 +57,40 @@ def test_no_bit_changes_and_layers_move_what_they_keep(name: str, recompute: str
     assert engine.moved_bytes == before
 
 
-def test_names_move_what_their_modules_keep() -> None:
-    model = tempoize(build(), seed=1, offload="mlp.down_proj+input")
-    engine = find_engine(model)
-    step(model)
-    assert engine.moved_bytes == 0, "the product before down_proj is made again"
-    moved = {}
-    inside = "mlp+mlp.gate_proj+mlp.up_proj+mlp.act_fn+mlp.down_proj"
-    for names in ("mlp.down_proj", "mlp", inside):
-        tempoize(restore(model), seed=1, activation="off", offload=names)
+def test_names_move_what_their_modules_keep_and_ahead_is_how_many_layers_come_early() -> None:
+    def measure(names: str, **choices: Any) -> tuple[float, int]:
+        model = tempoize(build(), seed=1, offload=names, **choices)
         engine = find_engine(model)
-        step(model)
-        moved[names] = engine.moved_bytes / INPUT_BYTES
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        engine.peak_device_bytes = 0
+        loss.backward()
+        return engine.moved_bytes / INPUT_BYTES, engine.peak_device_bytes
+
+    assert measure("mlp.down_proj+input")[0] == 0, "the product before down_proj is made again"
+    inside = "mlp+mlp.gate_proj+mlp.up_proj+mlp.act_fn+mlp.down_proj"
     # A name stands for the modules inside it too.
-    assert moved["mlp.down_proj"] == 3 * 2 < moved["mlp"] == moved[inside]
+    (down, _), mlp, also = (measure(names, activation="off") for names in ("mlp.down_proj", "mlp", inside))
+    assert down == 3 * 2 < mlp[0] == also[0]
+    assert measure("all", offload_ahead=1)[1] - measure("all", offload_ahead=0)[1] >= 8 * INPUT_BYTES
 
 
 @pytest.mark.parametrize(
-    ("model", "value", "message"),
+    ("model", "value", "ahead", "message"),
     [
-        (lambda: build(), "mlp.down", 'offload has "mlp.down", which is no module'),
-        (lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), "all", "Sequential has no nn.ModuleList of several"),
+        (lambda: build(), "mlp.down", 1, 'offload has "mlp.down", which is no module'),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)),
+            "all",
+            1,
+            "Sequential has no nn.ModuleList of several",
+        ),
+        (lambda: build(), "all", -1, "offload_ahead is -1; expected a number of layers"),
     ],
-    ids=["a wrong name", "no layers"],
+    ids=["a wrong name", "no layers", "fewer than none"],
 )
-def test_what_cannot_move_is_one_sentence(model: Any, value: str, message: str) -> None:
+def test_what_cannot_move_is_one_sentence(model: Any, value: str, ahead: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tempoize(model(), offload=value)
+        tempoize(model(), offload=value, offload_ahead=ahead)
 
 
 class TwoLists(nn.Module):
@@ -108,18 +115,3 @@ def test_two_lists_of_layers_in_one_module_move_together() -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     # The input is a leaf's value like another; between two layers lies what both keep, once.
     assert engine.moved_bytes == 6 * x.nbytes and engine.num_stalls == 0
-
-
-def test_ahead_0_has_one_layer_less_on_the_device_in_backward() -> None:
-    peaks = []
-    for ahead in (0, 1):
-        model = tempoize(build(), seed=1, offload="all", offload_ahead=ahead)
-        engine = find_engine(model)
-        step(model)
-        loss = model(input_ids=TOKENS, labels=TOKENS).loss
-        engine.peak_device_bytes = 0
-        loss.backward()
-        peaks.append(engine.peak_device_bytes)
-    assert peaks[1] - peaks[0] >= 8 * INPUT_BYTES
-    with pytest.raises(ValueError, match="offload_ahead is -1; expected a number of layers"):
-        tempoize(build(), offload="all", offload_ahead=-1)
