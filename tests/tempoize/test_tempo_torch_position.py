@@ -255,7 +255,7 @@ def build_functional(names="ab"):
 
 COMPILED = [
     (lambda: build(layers=2, shared=True, norm=lambda: nn.RMSNorm(32)), False),
-    (lambda: build(layers=3), True),
+    (build, True),
     (build_functional, False),
 ]
 WHOLE_OR_BY_LAYER = exhaustive((lambda: build(layers=1), False), (build_functional, True))

@@ -112,20 +112,16 @@ def test_dropout_of_lora_keeps_no_more_than_none():
     peft = pytest.importorskip("peft", reason="peft is not installed; pip install tempo-megatron[test]")
     case = CASES["Llama"]
     linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    kept = {}
+    kept = []
     for p in (0.0, 0.05):
-        for ours in (False, True):
-            config = peft.LoraConfig(r=16, lora_dropout=p, target_modules=linears)
-            model = peft.get_peft_model(case.build(0.0, BF16), config, autocast_adapter_dtype=False)
-            model.enable_input_require_grads()
-            keys = list(model.state_dict())
-            if ours:
-                tempoize(model, seed=1)
-                assert list(model.state_dict()) == keys
-            with with_bytes_of_a_gpu():
-                kept[p, ours] = kept_sbh(model, case.make_inputs(BF16), "base_model.model.layers.1")
-    assert kept[0.05, True] <= kept[0.0, True] + 0.1
-    assert kept[0.0, True] < kept[0.0, False] < kept[0.05, False]
+        config = peft.LoraConfig(r=16, lora_dropout=p, target_modules=linears)
+        model = peft.get_peft_model(case.build(0.0, BF16), config, autocast_adapter_dtype=False)
+        model.enable_input_require_grads()
+        keys = list(model.state_dict())
+        assert list(tempoize(model, seed=1).state_dict()) == keys
+        with with_bytes_of_a_gpu():
+            kept.append(kept_sbh(model, case.make_inputs(BF16), "base_model.model.layers.1"))
+    assert kept[1] <= kept[0] + 0.1
 
 
 def test_adapters_that_are_added_later_are_taken_by_tempoize_again():
@@ -198,7 +194,7 @@ def pack(lengths, half_window):
     return {"attention_mask": masks, "position_ids": torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)}
 
 
-@pytest.mark.parametrize("is_sparse", [False, True], ids=["all predictions", "sparse predictions"])
+@pytest.mark.parametrize("is_sparse", [True, *exhaustive([False])], ids=["sparse predictions", "all predictions"])
 def test_modernbert_predicts_masked_words_of_padded_and_unpadded_batches_as_stock_does_and_repeats_its_masks(is_sparse):
     lengths = [24, 17]
     ids = torch.arange(48).view(2, 24) * 7 % 47 + 3

@@ -76,8 +76,8 @@ def random_norm(name, shape, dtype):
 )
 def test_norm_does_what_is_specified_for_any_gamma_and_beta(name, shape, zero_centered, dtype):
     x, weight, bias, grad = random_norm(name, shape, dtype)
-    check_both_forms(x, weight - zero_centered, bias, grad, zero_centered)
-    check_both_forms(x, weight.float() - zero_centered, None, grad, zero_centered)
+    check_both_forms(x, weight - int(zero_centered), bias, grad, zero_centered)
+    check_both_forms(x, weight.float() - int(zero_centered), None, grad, zero_centered)
 
 
 @kernel_test
