@@ -52,8 +52,6 @@ WRITTEN = {
     "dropout": (lambda: nn.Sequential(nn.GELU(), nn.Dropout(0.5)), {}, AGAIN),
     "LayerNorm": (NORMS["LayerNorm"], {"norm": "recompute"}, AGAIN),
     "LayerNorm in place": (NORMS["LayerNorm"], {"norm": "inplace"}, CHANGED),
-    "RMSNorm": (NORMS["RMSNorm"], {"norm": "recompute"}, AGAIN),
-    "RMSNorm in place": (NORMS["RMSNorm"], {"norm": "inplace"}, CHANGED),
     "product": (Gate, {}, None),
 }
 

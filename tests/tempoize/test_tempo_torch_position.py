@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import io
 import threading
@@ -153,17 +152,9 @@ def test_what_is_out_of_range_or_outside_of_a_forward_is_refused(call, error, se
         call(make_dropouts())
 
 
-@dataclasses.dataclass
-class Output:
-    """What no pytree is."""
-
-    logits: torch.Tensor
-
-
 RETURNS = {
     "a tensor": lambda logits: logits,
-    "a dataclass": Output,
-    "an object": lambda logits: types.SimpleNamespace(logits=logits),
+    "what no pytree is": lambda logits: types.SimpleNamespace(logits=logits),
     "None": lambda logits: None,
 }
 REGIONS = ("each layer", "a layer twice", "the whole model")

@@ -180,14 +180,13 @@ def test_an_exception_leaves_nothing_behind(stack: Stack, error: type[BaseExcept
 @pytest.mark.parametrize("when", ["before its layer ends", "while it leaves"])
 def test_what_was_written_to_since_is_refused(stack: Stack, when: str) -> None:
     found = offload(stack)
-    places = {"before its layer ends": (stack.layers[1].narrow, 0), "while it leaves": (stack.layers[2], 0)}
-    module, argument = places[when]
+    module = stack.layers[2] if when == "while it leaves" else stack.layers[1].narrow
     kept: list[Tensor] = []
     stack.layers[1].wide.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
 
     def write(*_: Any) -> None:
         with torch.no_grad():
-            kept[argument].add_(1)
+            kept[0].add_(1)
 
     module.register_forward_pre_hook(write)
     with pytest.raises(RuntimeError, match="modified by an inplace operation|was written to in place since"):
