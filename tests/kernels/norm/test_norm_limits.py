@@ -1,4 +1,4 @@
-"""What 16 bits of a norm's output can say of its normalised input, and what only its input can."""
+"""What 16 bits of a norm's output can say of its normalised input, and what only its input can; of a float32 x too."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from norm_inputs import NAMES, PARAMETERS, float32_layer_norm, float32_rms_norm, results
 from torch import Tensor
+from torch.nn import functional as F
 from witness import assert_within_rule, ulp
 
 from tempo_kernels.norm import layer_norm, rms_norm
@@ -107,3 +108,49 @@ def test_what_keeps_its_output_is_off_by_what_rounding_the_output_loses_and_by_n
         assert (ours.double() - limit).abs().max() <= allowed + 1e-5 * grad.double().abs().max(), name
     if case == "a gradient along the output":
         assert (found[0].double() - exact[1]).abs().max() > 0.5 * exact[1].abs().max(), "for which the input is kept"
+
+
+def torchs_norm(x, weight, bias=None):
+    """torch's in x's dtype with the parameters cast; the output has weight's dtype."""
+    shape, gamma = x.shape[-1:], weight.to(x.dtype)
+    y = F.rms_norm(x, shape, gamma, EPS) if bias is None else F.layer_norm(x, shape, gamma, bias.to(x.dtype), EPS)
+    return y.to(weight.dtype)
+
+
+def float32_residual(name, shape, dtype, norm):
+    """As under Megatron's --fp32-residual-connection: x in float32, the parameters and the gradient of y in dtype."""
+    parameters = [t.to(dtype) for t in PARAMETERS[name](shape[-1])][: 2 if norm is layer_norm else 1]
+    return [torch.randn(shape) * 3 + 1, *parameters], torch.randn(shape).to(dtype)
+
+
+IN_PLACE = ["initial", "trained", "one in a hundred gamma 0", "gamma 0 and beta 0"]
+# One of them is compiled.
+SHAPES = {"recompute": [(64, 3, 256), (7, 33), (0, 16), (5, 1)], "inplace": [(64, 3, 256), (0, 16), (800, 3, 256)]}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+@pytest.mark.parametrize(
+    ("name", "keep"), [*((name, "recompute") for name in PARAMETERS), *((name, "inplace") for name in IN_PLACE)]
+)
+def test_norms_of_a_float32_residual_obey_the_rule_and_in_place_as_exactly_as_16_bits_say(
+    name, keep, norm, dtype, nan_poison
+):
+    for shape in SHAPES[keep]:
+        tensors, grad = float32_residual(name, shape, dtype, norm)
+        found, same = (results(each, tensors, grad) for each in (partial(norm, keep=keep), torchs_norm))
+        exact = results(torchs_norm, [t.double() for t in tensors], grad.double())
+        for result, ours, theirs, truth in zip(NAMES, found, same, exact, strict=False):
+            if (keep, result) == ("inplace", "grad_x"):
+                # 16 bits of y say no more of a float32 x than 16 bits of x would.
+                assert ours.dtype == torch.float32
+                ours, theirs = ours.to(dtype), theirs.to(dtype)
+            assert_within_rule(result, ours, theirs, truth)
+
+
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_the_output_of_a_float32_residual_is_given_again_bit_for_bit(norm):
+    leaves, _ = float32_residual("initial", (24, 64), torch.bfloat16, norm)
+    y = norm(*(t.requires_grad_() for t in leaves), keep="recompute")
+    y.grad_fn.refill(y.grad_fn, out := torch.full_like(y, torch.nan, requires_grad=False))
+    assert torch.equal(out, y)
