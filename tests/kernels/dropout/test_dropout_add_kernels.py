@@ -7,15 +7,11 @@ import torch
 from covering import parametrize_covering
 from interpreted import DEVICE, DTYPES, assert_as_specified, check_many_tiles, kernel_test
 
-pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
-
 from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import eager as dropout_eager
 from tempo_kernels.dropout_add import kernel as dropout_kernel
 
 KEYS = [0, 0xFEDCBA9876543210, 0x80000000_7FFFFFFF, 2**64 - 1]
-
-
 DRAW = Draw(0.1, 0xFEDCBA9876543210, 2**32 - 1, 5)
 SHAPES = [(5, 2, 768), (2, 3, 1000), (5, 3, 13), (1, 1, 1), (1, 2, 2049), (40, 1, 8), (0, 2, 8), (4, 2, 0)]
 
