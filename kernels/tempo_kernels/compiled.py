@@ -3,7 +3,8 @@
 A function has one source, compiled or not. Compiling costs seconds in each process, and more the first time on a
 machine, so each caller states the size from which it pays. The first tensor of such a size triggers a trial: a small
 function is compiled. Nothing else reveals missing Python headers, a CXX that names no compiler, or a cache that cannot
-be written. Where the trial fails, one warning says so and plain torch runs block by block.
+be written. Where the trial fails, one warning says so and plain torch runs block by block. Under
+`torch.compiler.set_stance("force_eager")` nothing is tried, and plain torch runs until that is over.
 """
 
 from __future__ import annotations
@@ -36,10 +37,17 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
 
 
+class _IsOffError(Exception):
+    """For a while torch.compile runs functions as they are."""
+
+
 def get_obstacle() -> str | None:
     """Returns why nothing can be compiled here, in a few words, or None if compiling a small function worked."""
     if _failure is None:
-        _try_once()
+        try:
+            _try_once()
+        except _IsOffError as error:
+            return str(error)
     return _failure
 
 
@@ -63,7 +71,12 @@ def _try_once() -> None:
         add_one = torch.compile(lambda x: x + int(torch.compiler.is_compiling()), dynamic=True, options=_get_options())
         found = add_one(torch.zeros(16, dtype=torch.float32, device="cpu"))
         if not bool((found == 1).all()):
+            is_for_good = torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+            if not is_for_good:
+                raise _IsOffError("torch.compiler.set_stance is in force")  # which @cache forgets, so it is tried again
             raise RuntimeError("torch.compile is switched off, by TORCHDYNAMO_DISABLE or in torch._dynamo.config")
+    except _IsOffError:
+        raise
     except Exception as error:  # of any kind: import, file system, compiler, linker
         _note_failure(error)
 
@@ -83,10 +96,11 @@ def _note_failure(error: Exception) -> None:
 
 
 def _works() -> bool:
-    """Whether something can be compiled here; if not, warns once."""
-    if get_obstacle() is not None:
+    """Whether something can be compiled here and now; if it never can, warns once."""
+    is_possible = get_obstacle() is None
+    if _failure is not None:
         _warn()
-    return _failure is None
+    return is_possible
 
 
 @functools.cache

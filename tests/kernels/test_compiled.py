@@ -151,6 +151,15 @@ def test_whatever_fails_costs_one_line_and_training_goes_on(case: str, reason: s
     assert reason in done.stdout and reason in next(line for line in err.splitlines() if WARNING in line)
 
 
+@compiles
+@pytest.mark.filterwarnings("error:tempo_kernels cannot compile")
+def test_what_is_not_compiled_for_a_while_is_tried_afterwards(untried_compiler) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        assert not compiled.pays_for(torch.ones(100), 10)
+        assert compiled.get_obstacle() == "torch.compiler.set_stance is in force"
+    assert compiled.get_obstacle() is None and compiled.pays_for(torch.ones(100), 10)
+
+
 def test_tensors_that_are_not_real_run_the_function_itself():
     function = compiled.Compiled(lambda x: x + 1)
     with FakeTensorMode():
