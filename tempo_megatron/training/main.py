@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tempo_megatron.beside import first_line, is_ours
-from tempo_megatron.cluster.ranks import RankLog, find_launchers, set_rank_environment
+from tempo_megatron.cluster.ranks import set_rank_environment
+from tempo_megatron.training.rank_process import RankLog, find_launchers
 from tempo_megatron.training.run.arguments import complete_run, parse_arguments
 from tempo_megatron.training.run.checks import check_run, check_weights_fit
 from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config

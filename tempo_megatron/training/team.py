@@ -30,7 +30,7 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-from tempo_megatron.cluster.ranks import RankLog, find_launchers, has_ended
+from tempo_megatron.training.rank_process import RankLog, find_launchers, has_ended
 from tempo_megatron.training.run.option import flatten
 
 _BEAT_SECONDS = 1.0

@@ -15,7 +15,7 @@ import pytest
 from rank_processes import make_process
 from training_job import Data, environment, free_port, run, zero
 
-from tempo_megatron.cluster.ranks import RankLog, find_launchers, is_launcher
+from tempo_megatron.training.rank_process import RankLog, find_launchers, is_launcher
 from tempo_megatron.training.run.option import flatten
 from tempo_megatron.training.team import Team, find_difference
 
