@@ -5,7 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     echo "bash tests/run.sh [--quick | --exhaustive] [PYTEST ARGUMENTS...]"
-    echo "  --quick       one case of each test that needs neither a GPU nor seconds: three minutes on two cores"
+    echo "  --quick       one case of each test that needs neither a GPU nor seconds: two minutes on two cores"
     echo "  --exhaustive  also more cases of what others test: much longer"
     echo "As many processes as there are cores share the tests, 8 at most; -n NUMBER says otherwise, -n 0 takes this one."
     echo "Where there is a GPU, one process has it for itself."

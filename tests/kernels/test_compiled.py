@@ -130,12 +130,17 @@ exec {compiler} "$@"
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ("no headers", "Python.h: No such file or directory"),
-        *exhaustive(("no cache", "Not a directory"), ("switched off", "torch.compile is switched off")),
+        ("broken", "No working C++ compiler"),
+        *exhaustive(
+            ("no headers", "Python.h: No such file or directory"),
+            ("no cache", "Not a directory"),
+            ("switched off", "torch.compile is switched off"),
+        ),
     ],
 )
 def test_whatever_fails_costs_one_line_and_training_goes_on(case: str, reason: str, tmp_path: Path) -> None:
     environment = {
+        "broken": lambda: {"CXX": write_compiler(tmp_path / "broken-g++", "exit 1")},
         "no headers": lambda: {
             "CXX": write_compiler(
                 tmp_path / "headerless-g++", HEADERLESS.replace("{compiler}", str(compiled.find_compiler()))
