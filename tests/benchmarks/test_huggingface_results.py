@@ -55,6 +55,9 @@ def test_the_table_of_versions_is_that_of_the_results_and_they_are_of_every_set(
     )
     for record, versions in zip(records, huggingface_versions.SETS, strict=True):
         assert huggingface_versions.is_of(record, versions) and record["passed"] > 0
+    folder = Path(__file__).parents[1] / "tempoize"
+    for file, _, test in (name.partition("::") for name in huggingface_versions.TESTS):
+        assert f"def {test or 'test_'}" in (folder / file).read_text("utf-8")
 
 
 def test_the_oldest_set_is_that_of_the_oldest_supported_versions_and_passes():
