@@ -59,10 +59,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def list_dear_files() -> set[Path]:
-    """Those whose tests take more than 0.4 seconds of a processor each, by tests/seconds.json."""
+    """Those whose tests take more than half a second of a processor each, by tests/seconds.json."""
     folder = Path(__file__).parent
     rows = json.loads((folder / "seconds.json").read_text(encoding="utf-8")).items()
-    return {folder / path for path, row in rows if row["cpu"] > 0.4 * row["tests"]}
+    return {folder / path for path, row in rows if row["cpu"] > 0.5 * row["tests"]}
 
 
 def is_left_out(item: pytest.Item, config: pytest.Config) -> bool:
