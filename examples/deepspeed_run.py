@@ -32,8 +32,9 @@ CONFIG: dict[str, Any] = {
 
 def main() -> None:
     start_one_process()
-    # On a CPU DeepSpeed would otherwise compile, for a minute or more, an operation that only its inference uses.
-    getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
+    # On a CPU DeepSpeed would otherwise compile, for a minute or more, an operation that only its inference uses, and
+    # call compilers for a second to know which others it could compile.
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     model = build_model(TempoConfig.from_dict(CONFIG["tempo"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

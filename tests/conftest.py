@@ -40,8 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if is_left_out(item, config)}
     if config.getoption("--quick"):
         # A file that is named runs, whatever it takes.
-        dear = list_dear_files() - {config.invocation_params.dir / each.partition("::")[0] for each in config.args}
-        left_out |= {item for item in items if item.path in dear and not item.get_closest_marker("quick")}
+        costly = list_costly_files() - {config.invocation_params.dir / each.partition("::")[0] for each in config.args}
+        left_out |= {item for item in items if item.path in costly and not item.get_closest_marker("quick")}
         # Of each test function one case.
         first: dict[str, pytest.Item] = {}
         for item in items:
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
 
 
-def list_dear_files() -> set[Path]:
+def list_costly_files() -> set[Path]:
     """Those whose tests take more than half a second of a processor each, by tests/seconds.json."""
     folder = Path(__file__).parent
     rows = json.loads((folder / "seconds.json").read_text(encoding="utf-8")).items()
@@ -76,7 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="one case of each test that needs no GPU, without slow tests and dear files",
+        help="one case of each test that needs no GPU, without slow tests and costly files",
     )
     parser.addoption("--exhaustive", action="store_true", help="also run the tests marked exhaustive: minutes more")
     parser.addoption("--seconds", metavar="FILE", help="write what each test file takes: see support/seconds.py")

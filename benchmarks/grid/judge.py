@@ -76,8 +76,8 @@ def save_reference(case: Case, folder: Path) -> None:
 
 
 class Judge:
-    """Holds cases against their witnesses, of which those of one process lie in `folder`, with so many draws where one
-    is over its limit."""
+    """Holds cases against their witnesses. Those of one process lie in `folder`. A case whose error is over its limit
+    is judged again, by the sums over `draws` draws of the weights."""
 
     def __init__(self, folder: Path, draws: int = DRAWS) -> None:
         self._folder, self._draws = folder, draws

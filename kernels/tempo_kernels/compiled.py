@@ -38,7 +38,7 @@ def find_compiler() -> str | None:
 
 
 class _IsOffError(Exception):
-    """For a while torch.compile runs functions as they are."""
+    """torch.compile runs functions uncompiled for now."""
 
 
 def get_obstacle() -> str | None:
@@ -70,15 +70,15 @@ def _try_once() -> None:
         _check_compiler()
         add_one = torch.compile(lambda x: x + int(torch.compiler.is_compiling()), dynamic=True, options=_get_options())
         found = add_one(torch.zeros(16, dtype=torch.float32, device="cpu"))
-        if not bool((found == 1).all()):
-            is_for_good = torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
-            if not is_for_good:
-                raise _IsOffError("torch.compiler.set_stance is in force")  # which @cache forgets, so it is tried again
+        is_compiled = bool((found == 1).all())
+        if not is_compiled and (torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"):
             raise RuntimeError("torch.compile is switched off, by TORCHDYNAMO_DISABLE or in torch._dynamo.config")
-    except _IsOffError:
-        raise
     except Exception as error:  # of any kind: import, file system, compiler, linker
         _note_failure(error)
+        return
+    if not is_compiled:
+        # @cache keeps no call that raises, so that the next one tries again.
+        raise _IsOffError("torch.compiler.set_stance is in force")
 
 
 def _check_compiler() -> None:

@@ -133,7 +133,11 @@ def run_or_simulate(function: Callable[..., ResultT], first: Tensor, *others: An
 
 @contextlib.contextmanager
 def use_blocks(**sizes: int) -> Iterator[None]:
-    """Gives blocks other sizes inside the context: `room`, its elements, and `attention_rows`, the fewest queries."""
+    """Sets sizes of blocks inside the context, by name.
+
+    `attention`, `norm` and `linear_cross_entropy` are the elements of a block of that operation; `attention_rows` is
+    the smallest number of queries in one.
+    """
     global _block_sizes
     before, _block_sizes = _block_sizes, {**_block_sizes, **sizes}
     try:
@@ -143,7 +147,7 @@ def use_blocks(**sizes: int) -> Iterator[None]:
 
 
 def get_block_size(name: str, own: int) -> int:
-    """Returns the size that goes by a name in the innermost `use_blocks`, or a room's own."""
+    """Returns the size that `use_blocks` has set, else `own`."""
     return _block_sizes.get(name, own)
 
 

@@ -37,7 +37,8 @@ from tempo_megatron.data.tokenizer_types import GPT2_BPE, HUGGING_FACE, MASKED_T
 
 DESCRIPTION = "Tokenizes text, JSON-lines and directory trees into a data set of Megatron's format."
 _TRAIN_BYTES = 32_000_000
-# Of a worker's piece at least, and of a table's rows that it gets at once; between two lines of progress in a log.
+# The bytes of a worker's piece at least, the bytes of a table's rows that it gets at once, and the seconds between two
+# lines of progress in a log.
 _SIZES = {"piece_bytes": corpus.SMALLEST_PIECE, "row_bytes": 1 << 20, "line_seconds": 5.0}
 _LINE = "{desc}: {n_fmt}B of {total_fmt}B, {rate_fmt}, {elapsed} so far, {remaining} left"
 

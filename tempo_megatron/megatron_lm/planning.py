@@ -31,7 +31,8 @@ _NEUTRAL = {
 def make_planner(
     tempo_config: TempoConfig, budget: Budget | None, report: RunReport
 ) -> Callable[[Model, dict[str, Any], Any], TempoConfig]:
-    """A function that gives the values for a model, from the arguments it is built with and Megatron's, or None.
+    """Returns a function of a model, the arguments that it is built with, and Megatron's own arguments or None, which
+    returns the model's TempoConfig.
 
     At its first call rank 0 plans for the budget, if there is one, and every rank gets the plan or the error: all ranks
     build a model. The report gets the plan's description.

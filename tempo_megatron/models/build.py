@@ -308,11 +308,11 @@ _CLASSES = {"gpt": (GPTModel, TempoGPTModel), "bert": (BertModel, TempoBertModel
 
 @contextlib.contextmanager
 def _mend_names() -> Iterator[None]:
-    """Inside the context two names of Megatron's are what its constructors need without Apex and Transformer Engine.
+    """Inside the context two of Megatron's names hold what its constructors need without Apex and Transformer Engine.
 
     BERT's head names its norm itself (models/bert/bert_lm_head.py:16 of megatron-core 0.16.1): Megatron's wrapper
     around torch's LayerNorm, which refuses sequence parallelism (transformer/torch_norm.py:32). Latent attention asks
-    whether a linear is of a class that is none then (transformer/multi_latent_attention.py:185).
+    whether a linear is a TELinear, which is no class then (transformer/multi_latent_attention.py:185).
     """
     changes: dict[tuple[Any, str], Any] = {}
     if bert_lm_head.LNImpl is WrappedTorchNorm:

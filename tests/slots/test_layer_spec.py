@@ -258,29 +258,6 @@ def test_what_cannot_be_is_refused_at_the_start_with_the_remedy_and_what_can_is_
 
 
 @ONE_RANK
-@pytest.mark.parametrize("norm", ["inplace", "recompute"])
-def test_norms_of_a_float32_residual_beside_parameters_of_16_bits_lose_what_these_cost(norm):
-    """torch's own norms refuse an input of another dtype than their weight, so that there is no stock."""
-    tempo_config = TempoConfig(norm=norm)
-    model = build_gpt(gpt_config(**HALF, **FLOAT32), tempo_config)
-    exact = build_gpt(gpt_config(params_dtype=torch.float64), tempo_config)
-    exact.load_state_dict(model.state_dict())
-    dtypes, found = [], []
-    first_norm = model.decoder.layers[0].input_layernorm
-    first_norm.register_forward_hook(lambda _, inputs, y: dtypes.append((inputs[0].dtype, y.dtype)))
-    for each in (model, exact):
-        loss = losses(each, 0, 2, gives_mask=False).double().mean()
-        loss.backward()
-        found.append((loss.item(), gradients(each)))
-    (loss, grads), (exact_loss, exact_grads) = found
-    assert dtypes == [(torch.float32, torch.bfloat16)]
-    assert loss == pytest.approx(exact_loss, rel=2**-8)
-    largest = max(grad.abs().max() for grad in exact_grads.values())
-    for name, grad in exact_grads.items():
-        assert (grads[name].double() - grad).abs().max() <= 0.03 * max(grad.abs().max(), 0.1 * largest), name
-
-
-@ONE_RANK
 @pytest.mark.filterwarnings("ignore:The legacy GroupedMLP")
 def test_a_spec_of_something_else_is_one_sentence():
     from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec

@@ -191,17 +191,23 @@ class FullDisk:
 
     def __call__(self) -> None:
         if int(os.environ["RANK"]) == self.rank:
-            limit_file_size(self.size).__enter__()
+            _set_file_limit(self.size)
 
 
 @contextlib.contextmanager
 def limit_file_size(size: int) -> Iterator[None]:
-    """No file that this process writes may have more than so many bytes: Python gets an OSError."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    """No file that this process writes inside the context may have more than so many bytes: Python gets an OSError."""
+    before, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    _set_file_limit(size)
+    try:
+        yield
+    finally:
+        _set_file_limit(before)
+
+
+def _set_file_limit(size: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def _rank_main(

@@ -79,7 +79,7 @@ def simulate_chunk(
     """
     arguments = _cut(run, layers), _find_ends(run, layers, **ends_given), has_gradients
     tried = (3, max(1, len(layers))) if longest_row is None else (longest_row,)
-    found = next((found for each in tried if (found := _run_chunk(*arguments, each)) is not None), None)
+    found = next(filter(None, (_run_chunk(*arguments, longest) for longest in tried)), None)
     assert found is not None
     return found
 
