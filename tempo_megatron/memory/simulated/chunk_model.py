@@ -219,7 +219,9 @@ def _put_multi_token_prediction(model: Any, layer_spec: Any, run: Run, tempo_con
     )
     layers = [layer] * (1 if run.mtp_repeats_layer else number)
     spec = tempoize(MultiTokenPredictionBlockSubmodules(layer_specs=layers), config, tempo_config)
-    model.mtp = MultiTokenPredictionBlock(config, spec)
+    # By default a newer megatron-core has groups for the layers, but none for their routers.
+    groups = {"pg_collection": model.pg_collection} if hasattr(model, "pg_collection") else {}
+    model.mtp = MultiTokenPredictionBlock(config, spec, **groups)
     if run.mtp_repeats_layer:
         # One layer, which runs for every token (--mtp-use-repeated-layer).
         model.mtp.layers = torch.nn.ModuleList([*model.mtp.layers] * number)
