@@ -75,6 +75,7 @@ class Checkpoints:
         self.run, self.engine, self.settings = run, engine, settings
         self.description, self.sample_parts = description, sample_parts
         self.rank = dist.get_rank()
+        self._folder = CheckpointFolder(str(run.save))
         self.last_saved: int | None = None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._unfinished: tuple[Progress, Future[Files | str]] | None = None
@@ -86,8 +87,8 @@ class Checkpoints:
         the latest, and the unfinished one is removed.
         """
         assert self._unfinished is None
-        folder, unfinished = self._find_place(progress)
-        self._try_everywhere(progress, self.rank == 0, folder.begin, progress.iteration)
+        unfinished = self._folder.path / name_unfinished(progress.iteration)
+        self._try_everywhere(progress, self.rank == 0, self._folder.begin, progress.iteration)
         self._write(unfinished, progress)
         self._raise_everywhere(progress, self.engine.files.take_failure())
         written = self._writer.submit(_write_and_describe, unfinished, self.engine.files.take_writer())
@@ -108,18 +109,13 @@ class Checkpoints:
         if not waits and not all(gather(written.done())):
             return None
         self._unfinished = None
-        folder, unfinished = self._find_place(progress)
+        unfinished = self._folder.path / name_unfinished(progress.iteration)
         self._try_everywhere(progress, True, self._describe, unfinished, progress, written.result())
         self._try_everywhere(progress, os.environ["LOCAL_RANK"] == "0", flush_all_to_disk, unfinished)
-        self._try_everywhere(progress, self.rank == 0, folder.commit, progress.iteration)
+        self._try_everywhere(progress, self.rank == 0, self._folder.commit, progress.iteration)
         if self.rank == 0 and self.run.keep_checkpoints:
-            folder.remove_older_than_newest(self.run.keep_checkpoints)
+            self._folder.remove_older_than_newest(self.run.keep_checkpoints)
         return progress.iteration
-
-    def _find_place(self, progress: Progress) -> tuple[CheckpointFolder, Path]:
-        """Returns the folder of --save, and the one in it that a checkpoint has while it is written."""
-        folder = CheckpointFolder(str(self.run.save))
-        return folder, folder.path / name_unfinished(progress.iteration)
 
     def _try_everywhere(self, progress: Progress, is_this_ranks: bool, write: Callable[..., Any], *args: Any) -> None:
         self._raise_everywhere(progress, try_to_write(write, *args) if is_this_ranks else None)
@@ -135,7 +131,7 @@ class Checkpoints:
         except ValueError:
             if self.rank == 0:
                 with contextlib.suppress(OSError):
-                    self._find_place(progress)[0].remove_unfinished()
+                    self._folder.remove_unfinished()
             raise
 
     def _write(self, unfinished: Path, progress: Progress) -> None:
@@ -167,7 +163,7 @@ class Checkpoints:
     def load(self, saved: Mapping[str, Any]) -> Progress:
         """Restores everything from the checkpoint that `saved` (of read_saved_run) describes; returns its position.
 
-        Call find_damage_on_any_rank first. Raises ValueError on every rank if the checkpoint belongs to another run.
+        Its files are whole. Raises ValueError on every rank if the checkpoint belongs to another run.
         """
         assert self.run.load is not None
         check_same_run(saved, self.description, self.run.load)
@@ -180,7 +176,7 @@ class Checkpoints:
         self.engine.scheduler.load_state_dict(state["scheduler"])
         progress = Progress(**state["progress"])
         assert progress.iteration == parse_iteration(saved["checkpoint"])
-        if self.run.save and Path(self.run.save).resolve() == checkpoint.parent.resolve():
+        if self.run.save and self._folder.path.resolve() == checkpoint.parent.resolve():
             self.last_saved = progress.iteration
         return progress
 

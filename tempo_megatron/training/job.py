@@ -1,4 +1,4 @@
-"""Builds one training run from its parts, and says what it is: its banner, its checkpoint, its record of settings."""
+"""Builds a settled run from its parts, and says what it is: its banner, its checkpoint, its record of settings."""
 
 from __future__ import annotations
 
@@ -15,100 +15,60 @@ import torch.distributed as dist
 
 from tempo_megatron.cluster.installation import describe_implementation
 from tempo_megatron.cluster.versions import find_version
-from tempo_megatron.cpu import use_cpu
 from tempo_megatron.extras import is_installed
 from tempo_megatron.models.build import build_layer
 from tempo_megatron.models.stage import list_chunks
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.check import LayerChecks
-from tempo_megatron.slots.choose import Choices, choose
+from tempo_megatron.slots.choose import Choices
 from tempo_megatron.slots.offload import count_in_flight, offload_layers
-from tempo_megatron.training import checkpoint, engine, metrics, model, ranks
+from tempo_megatron.training import checkpoint, engine, metrics, model
 from tempo_megatron.training.checkpoint_files.folder import LATEST
 from tempo_megatron.training.run.deepspeed_config import offloads_optimizer
 from tempo_megatron.training.run.resume import describe_changes
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.tasks.datasets import build_datasets, load_vocabulary
-from tempo_megatron.training.tasks.masked import MaskedTask, SpanTask
-from tempo_megatron.training.tasks.task import NextTokenTask, Task
-from tempo_megatron.training.team import Team
+from tempo_megatron.training.settle import Start, identify_data
+from tempo_megatron.training.tasks.datasets import build_datasets
 from tempo_megatron.words.deepspeed_json import find_unknown_keys
-
-TASKS: dict[str, Task] = {"gpt": NextTokenTask(), "bert": MaskedTask(), "t5": SpanTask()}
-"""Of each family of models."""
 
 
 class Job:
-    """One training run: its ranks, settings, model, data, engine, checkpoints and log, ready to train.
+    """One training run: its model, data, engine, checkpoints and log, ready to train."""
 
-    `run` is checked. `saved` describes the checkpoint that it resumes from; None for a run that starts.
-    """
-
-    def __init__(
-        self,
-        run: RunConfig,
-        saved: dict[str, Any] | None,
-        launcher: str,
-        decide_without: ranks.Decide,
-        team: Team | None = None,
-    ) -> None:
-        # Ranks
-        self.launcher = launcher
-        self.save_folder = ranks.claim_save_folder(run)
-        self.task = TASKS[run.model.family]
-        self.vocabulary = load_vocabulary(run, self.task)
-        if team is not None:
-            team.compare(ranks.collect_facts(run, self.vocabulary), run.distributed_timeout_minutes * 60.0)
-        if not run.on_gpu:
-            use_cpu()
-        self.device = ranks.initialize_distributed(run)
-        if self.save_folder is not None:
-            ranks.check_all_ranks_share(self.save_folder.path)
-        # Settings
-        run, self.saved, pretrained = ranks.choose_checkpoint(run, saved, decide_without)
-        self.settings = dataclasses.asdict(run)  # saved with "auto", so that a resumed run adapts anew
-        run, self.plan = model.plan_memory(run, self.vocabulary.padded_size)
+    def __init__(self, run: RunConfig, start: Start, launcher: str) -> None:
+        self.run, self.start, self.launcher = run, start, launcher
         checkpoint.seed_all(run.seed)
-        transformer_config = model.build_transformer_config(run)
-        self.choices = choose(transformer_config, run.tempo)
-        # From here on run.tempo holds no "auto".
-        self.run = run = dataclasses.replace(run, tempo=self.choices.config)
-        # Model and data
-        built = model.build_model(run, transformer_config, self.choices, self.vocabulary.padded_size)
-        self.datasets = build_datasets(run, self.task, self.vocabulary.tokenizer)
-        self.tempo_report = model.report_on_all(built, self.choices)
-        # Engine
+        built = model.build_model(run, start.transformer_config, start.choices, start.vocabulary.padded_size)
+        self.datasets = build_datasets(run, start.task, start.vocabulary.tokenizer)
+        self.tempo_report = model.report_on_all(built, start.choices)
         self.engine = engine.Engine(built, run)  # it marks what tensor parallelism divides
         self.parameters = model.count_all_parameters(built, run.tensor_model_parallel_size)
-        self.offloading = offload_layers(
-            list_chunks(self.engine.deepspeed.module),
-            run.tempo,
-            num_in_flight=count_in_flight(run.num_micro_batches, run.num_chunks),
-        )
+        chunks = list_chunks(built)
+        num_in_flight = count_in_flight(run.num_micro_batches, run.num_chunks)
+        self.offloading = offload_layers(chunks, run.tempo, num_in_flight=num_in_flight)
         checks = LayerChecks(lambda line: self.log.say(line), build_layer)
-        for chunk in list_chunks(self.engine.deepspeed.module):
+        for chunk in chunks:
             checks.add(chunk, run.tempo)
-        # Checkpoints and log
         self.description = checkpoint.describe_run(
             run,
-            self.vocabulary,
+            start.vocabulary,
             zero_stage=self.engine.zero_stage,
             optimizer=self.engine.optimizer_name,
-            gelu_form=model.get_gelu_form(run.model, transformer_config),
-            **ranks.identify_data(run, self.vocabulary.tokenizer),
+            gelu_form=model.get_gelu_form(run.model, start.transformer_config),
+            **identify_data(run, start.vocabulary.tokenizer),
         )
         self.checkpoints = checkpoint.Checkpoints(
-            run, self.engine, self.settings, self.description, self.datasets.sample_parts
+            run, self.engine, start.settings, self.description, self.datasets.sample_parts
         )
-        self.progress = self.checkpoints.load(self.saved) if self.saved else checkpoint.Progress()
-        if pretrained is not None:
-            checkpoint.load_pretrained(self.engine, run, pretrained, self.description)
+        self.progress = self.checkpoints.load(start.saved) if start.saved else checkpoint.Progress()
+        if start.pretrained is not None:
+            checkpoint.load_pretrained(self.engine, run, start.pretrained, self.description)
         self.log = metrics.RunLog(
             run,
             self.engine.monitors,
             is_first_rank=dist.get_rank() == 0,
             first_iteration=self.progress.iteration,
-            resumes=self.saved is not None,
+            resumes=start.saved is not None,
         )
 
 
@@ -125,7 +85,8 @@ def find_versions() -> dict[str, str]:
 
 def announce(job: Job) -> None:
     """Logs the banner, what the run goes on from and what has changed since, and the record of the run."""
-    run, saved, say = job.run, job.saved, job.log.say
+    run, start, say = job.run, job.start, job.log.say
+    saved, plan = start.saved, start.plan
     say(write_banner(job))
     if saved is not None:
         for damage in _set_aside(job, saved):
@@ -136,7 +97,7 @@ def announce(job: Job) -> None:
             say(f"the weights are that step's, and no longer those of {run.pretrained_checkpoint}")
         if job.progress.iteration == run.train_iters and not run.eval_only:
             say(f"none of the {run.train_iters} steps is left to train; raise --train-iters for more")
-        for line in describe_changes(saved, job.settings):
+        for line in describe_changes(saved, start.settings):
             say(line)
     elif run.load:
         say(f"{run.load} holds no checkpoint yet; starting anew")
@@ -144,20 +105,20 @@ def announce(job: Job) -> None:
         "run",
         after_iteration=job.progress.iteration,
         versions=find_versions(),
-        device=job.device.type,
+        device=start.device.type,
         world_size=run.world_size,
         parameters=job.parameters,
         tempo=dataclasses.asdict(run.tempo),
-        plan=job.plan and job.plan.as_record(),
+        plan=plan and plan.as_record(),
         slots=job.tempo_report.as_dict()["slots"],
         settings=job.engine.read_settings(),
         **job.description,
     )
 
 
-def _set_aside(job: Job, saved: dict[str, Any]) -> Iterator[str]:
+def _set_aside(job: Job, saved: Mapping[str, Any]) -> Iterator[str]:
     """Renames the newer checkpoints that were not whole, if this run saves there; yields a sentence for each."""
-    passed_over, renamed, folder = saved["passed_over"], [], job.save_folder
+    passed_over, renamed, folder = saved["passed_over"], [], job.start.save_folder
     saves_there = folder is not None and folder.path.resolve() == Path(str(job.run.load)).resolve()
     if passed_over and saves_there and dist.get_rank() == 0:
         assert folder is not None
@@ -168,7 +129,8 @@ def _set_aside(job: Job, saved: dict[str, Any]) -> Iterator[str]:
 
 def write_banner(job: Job) -> str:
     """Returns one line per subject, from the packages to Tempo."""
-    run, device, settings = job.run, job.device, job.engine.read_settings()
+    run, start, settings = job.run, job.start, job.engine.read_settings()
+    device = start.device
     activation = model.describe_activation(run.model, job.description["gelu_form"])
     tp, dp = run.tensor_model_parallel_size, run.data_parallel_size
     parallel = f"TP {tp}{' + SP' if run.sequence_parallel else ''}, "
@@ -177,15 +139,15 @@ def write_banner(job: Job) -> str:
         parallel += f"PP {run.pipeline_model_parallel_size}{chunks}, "
     ramp = ""
     if run.rampup_batch_size is not None:
-        start, increment, samples = run.rampup_batch_size
-        ramp = f"; {start} at first, {increment} more at a time over {samples} samples"
+        first, increment, samples = run.rampup_batch_size
+        ramp = f"; {first} at first, {increment} more at a time over {samples} samples"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
     accumulated = run.deepspeed.get("data_types", {}).get("grad_accum_dtype") or run.precision
     offload = ", optimizer offloaded" if offloads_optimizer(run.deepspeed) else ""
     rows = {
         "packages": ", ".join(f"{name} {version}" for name, version in find_versions().items()),
         "layout": f"{run.world_size} x {name} by {job.launcher}: {parallel}DP {dp}",
-        "model": f"{job.parameters:,} parameters, {run.model.summarize()}, vocabulary {job.vocabulary.padded_size}, "
+        "model": f"{job.parameters:,} parameters, {run.model.summarize()}, vocabulary {start.vocabulary.padded_size}, "
         f"{activation}",
         "dropout": f"attention {run.model.attention_dropout:g}, hidden {run.model.hidden_dropout:g}",
         "batch": f"global {run.global_batch_size} = micro {run.micro_batch_size} x DP {dp} x "
@@ -197,13 +159,13 @@ def write_banner(job: Job) -> str:
         "schedule": _describe_schedule(run),
         "recompute": _describe_recomputation(run),
         "data": " ".join(run.data_path),
-        "tempo": _describe_tempo(run, job.choices),
+        "tempo": _describe_tempo(run, start.choices),
     }
     if job.offloading.num_layers:
         rows["offload"] = job.offloading.describe()
-    if job.plan is not None:
-        rows["plan"] = job.plan.describe()
-    if not run.tempo.is_off or job.choices.reasons:
+    if start.plan is not None:
+        rows["plan"] = start.plan.describe()
+    if not run.tempo.is_off or start.choices.reasons:
         rows["replaced"] = job.tempo_report.describe_counts()
         rows["left"] = "\n".join(job.tempo_report.describe_left()) or "nothing"
     for operation in OPERATIONS.values():

@@ -50,20 +50,21 @@ def run_job(job: Job) -> None:
             print(f"no loss curve: {run.metrics_file} has no step, none was left to train", flush=True)
     dist.barrier()
     dist.destroy_process_group()
-    if job.save_folder is not None:
-        job.save_folder.unlock()
+    if job.start.save_folder is not None:
+        job.start.save_folder.unlock()
 
 
 class Trainer:
     """Trains a job from where its checkpoint ends."""
 
     def __init__(self, job: Job) -> None:
-        self.run, self.engine, self.log, self.device = job.run, job.engine, job.log, job.device
+        run, start = job.run, job.start
+        self.run, self.engine, self.log, self.device = run, job.engine, job.log, start.device
         self.progress, self.checkpoints, self.datasets = job.progress, job.checkpoints, job.datasets
-        run, self.offloading = job.run, job.offloading
-        self.forward_step = job.task.make_forward_step(run, self.device)
-        self.collate = job.task.make_collate(job.vocabulary)
-        self.throughput = Throughput(run, job.vocabulary.padded_size, self.device)
+        self.offloading = job.offloading
+        self.forward_step = start.task.make_forward_step(run, self.device)
+        self.collate = start.task.make_collate(start.vocabulary)
+        self.throughput = Throughput(run, start.vocabulary.padded_size, self.device)
         self._num_micro_batches = run.num_micro_batches  # of the step under way
         samples = run.batch_sizes.count_samples(run.train_iters)
         self.stream = self._open_stream(self.datasets.train, self.progress.consumed_samples, samples)

@@ -73,8 +73,10 @@ class _Attempt:
             # This imports Megatron-core, which takes seconds and reads what _prepare_device has set.
             from tempo_megatron.training.job import Job, announce
             from tempo_megatron.training.loop import run_job
+            from tempo_megatron.training.settle import settle
 
-            self.job = Job(self.run, saved, launcher, decide_without, self.team)
+            settled, start = settle(self.run, saved, decide_without, self.team)
+            self.job = Job(settled, start, launcher)
             announce(self.job)
             run_job(self.job)
         except KeyboardInterrupt:
@@ -163,7 +165,7 @@ def _explain_lack_of_memory(error: Exception, run: RunConfig, job: Any) -> str |
         return None
     from tempo_megatron.training.model import read_run
 
-    padded_vocab_size, known = (None, run) if job is None else (job.vocabulary.padded_size, job.run)
+    padded_vocab_size, known = (None, run) if job is None else (job.start.vocabulary.padded_size, job.run)
     sentence = f"out of memory: {first_line(error)}"
     seconds = {"seconds": _REMEDY_SECONDS} if run.world_size > 1 else {}
     stage = int(os.environ["RANK"]) // (run.world_size // run.pipeline_model_parallel_size)

@@ -1,4 +1,4 @@
-"""Plans the memory of a run and builds its model: Megatron's configuration of the layers, the chunks of this rank."""
+"""Builds the model of a run: Megatron's configuration of the layers, and the chunks of this rank."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from tempo_megatron.memory.live.aside import RunPlan, plan_for_all_ranks, share_host
-from tempo_megatron.memory.plan.gpu import find_chip, find_gpu
-from tempo_megatron.memory.plan.planner import RECOMPUTED, PlanRequest
+from tempo_megatron.memory.plan.gpu import find_chip
 from tempo_megatron.memory.run import OptimizerSettings, Run, cut_layers, read_recomputation
 from tempo_megatron.models import build as models
 from tempo_megatron.models.build import DTYPES
@@ -181,40 +179,6 @@ def _gather_from_stages(value: _T) -> list[_T]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-_REMEDY = (
-    "raise the budget, --tensor-model-parallel-size or --pipeline-model-parallel-size, or lower --micro-batch-size"
-)
-
-
-def plan_memory(run: RunConfig, padded_vocab_size: int) -> tuple[RunConfig, RunPlan | None]:
-    """Returns the run as planned for its memory budget, and the plan; without a budget the run itself and None.
-
-    All ranks call it, once their process group exists. Rank 0 plans, and every rank gets its plan or its error.
-
-    Raises ValueError if nothing fits, or the planner does not know the model.
-    """
-    if run.memory_budget is None:
-        return run, None
-
-    def make_request() -> PlanRequest:
-        return PlanRequest(
-            run=read_run(run, padded_vocab_size),
-            gpu=find_gpu(torch.cuda.get_device_name() if run.on_gpu else None),
-            remedy=_REMEDY,
-            host_bytes=share_host(run.host_memory),
-            recompute=None if run.recompute_granularity else RECOMPUTED,
-        )
-
-    plan = plan_for_all_ranks(make_request, run.memory_budget)
-    changes: dict[str, Any] = {"tempo": dataclasses.replace(plan.tempo, check=run.tempo.check)}
-    if run.recompute_granularity is None and plan.num_full:
-        changes |= {"recompute_granularity": "full", "recompute_method": "block"}
-        changes["recompute_num_layers"] = plan.num_full
-    elif run.recompute_granularity is None and plan.recompute:
-        changes |= {"recompute_granularity": "selective", "recompute_modules": plan.recompute}
-    return dataclasses.replace(run, **changes), plan
 
 
 def read_run(run: RunConfig, padded_vocab_size: int | None) -> Run:

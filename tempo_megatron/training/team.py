@@ -79,17 +79,14 @@ class Team:
         self._now = self._answered = 0.0  # seconds in which this process ran
 
     @classmethod
-    def join(cls, log: RankLog, *, timeout_s: float, fault_timeout: float) -> Team | None:
-        """Meets the other ranks, which have `timeout_s` to come; returns None for one process without a launcher.
+    def join(cls, log: RankLog, *, timeout_s: float, fault_timeout: float) -> Team:
+        """Meets the other ranks, which have `timeout_s` to come. One process alone watches its launchers.
 
         A rank may be stopped or out of reach for `fault_timeout` seconds; with 0 the ranks do not watch.
 
         Raises ValueError if rank 0's port is in use or rank 0 cannot be reached.
         """
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        launchers = find_launchers()
-        if world_size == 1 and not launchers:
-            return None
         team = cls(open_store(timeout_s) if world_size > 1 else None, rank, world_size, log)
         if not fault_timeout:
             return team
@@ -99,7 +96,7 @@ class Team:
             team._beats.set(f"tempo/process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
             team._first = team._lose(0, "")
             team._start(team._exchange, fault_timeout)
-        team._start(team._look, fault_timeout, launchers)
+        team._start(team._look, fault_timeout, find_launchers())
         return team
 
     def _start(self, target: Callable[..., None], *args: Any) -> None:

@@ -26,7 +26,7 @@ from tempo_megatron.training.checkpoint_files.folder import (
     read_description,
     write_description,
 )
-from tempo_megatron.training.ranks import check_all_ranks_load, check_all_ranks_share
+from tempo_megatron.training.settle import check_all_ranks_load, check_all_ranks_share
 
 
 class Crashed(BaseException):

@@ -105,10 +105,10 @@ def _take_step(path: str, words: str) -> Any:
 
     from tempo_megatron.slots.choose import choose
     from tempo_megatron.training.engine import Engine
-    from tempo_megatron.training.job import TASKS
     from tempo_megatron.training.model import build_model, build_transformer_config
     from tempo_megatron.training.pipeline import Schedule
     from tempo_megatron.training.run.checks import check_run
+    from tempo_megatron.training.settle import TASKS
 
     family, world_size = json.loads(Path(path).read_text())["family"], torch.distributed.get_world_size()
     run = complete("--model", path, *GIVEN, *words.split(), family=family, world_size=world_size)

@@ -12,28 +12,24 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class OnLoad:
     """What a run that goes on from a checkpoint does with a field; `is_taken`: one left out has its value there."""
 
     title: str
     is_taken: bool
-    reason: str
 
 
-STAYS = OnLoad("stays", True, "another value than the checkpoint's is refused")
-SCHEDULE = OnLoad("stays", True, "unless --override-opt-param-scheduler takes the whole schedule")
-COMPUTED = OnLoad("computed", False, "it follows from other fields")
-
-
-def may_change(reason: str) -> OnLoad:
-    """The command line's value is used; `reason` says why it may differ from the checkpoint's."""
-    return OnLoad("may change", True, reason)
-
-
-def of_each_start(reason: str) -> OnLoad:
-    """Each start sets the value; `reason` says why it is not taken from the checkpoint."""
-    return OnLoad("of each start", False, reason)
+STAYS = OnLoad("stays", True)
+"""Another value than the checkpoint's is refused."""
+SCHEDULE = OnLoad("stays", True)
+"""As STAYS, unless --override-opt-param-scheduler takes the whole schedule."""
+MAY_CHANGE = OnLoad("may change", True)
+"""The command line's value is used: what the checkpoint holds fits any."""
+OF_EACH_START = OnLoad("of each start", False)
+"""How this start reads, computes, watches and writes; the checkpoint's value says nothing about it."""
+COMPUTED = OnLoad("computed", False)
+"""It follows from other fields."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,25 +26,23 @@ from tempo_megatron.training.checkpoint_files.folder import (
     find_missing,
     read_description,
 )
+from tempo_megatron.training.run import option
 from tempo_megatron.training.run.deepspeed_config import is_given
-from tempo_megatron.training.run.option import SCHEDULE as OF_SCHEDULE
 from tempo_megatron.training.run.option import flatten, list_options, name_argument
 from tempo_megatron.training.run.run_config import MASKINGS, OPTIONS
 from tempo_megatron.words.deepspeed_json import BATCH_KEYS
 
-TAKEN = tuple(name for name, option in OPTIONS.items() if option.on_load.is_taken)
+TAKEN = tuple(name for name, each in OPTIONS.items() if each.on_load.is_taken)
 """Fields that have the checkpoint's value if they are left out."""
-MAY_CHANGE = tuple(name for name in TAKEN if OPTIONS[name].on_load.title == "may change")
-SCHEDULE = tuple(name for name in TAKEN if OPTIONS[name].on_load is OF_SCHEDULE)
+MAY_CHANGE = tuple(name for name, each in OPTIONS.items() if each.on_load is option.MAY_CHANGE)
+SCHEDULE = tuple(name for name, each in OPTIONS.items() if each.on_load is option.SCHEDULE)
 _RECOMPUTATION = tuple(name for name in OPTIONS if name.startswith("recompute_"))
-MODEL_MAY_CHANGE = {
-    "vocab_size": "its rows with the padding are compared",
-    "make_vocab_size_divisible_by": "its rows with the padding are compared",
-    "init_method_std": "only for the first weights",
-    "attention_dropout": "no weight depends on it",
-    "hidden_dropout": "no weight depends on it",
-}
-"""Fields of ModelShape that may have another value on --load, and why."""
+MODEL_MAY_CHANGE = (
+    *("vocab_size", "make_vocab_size_divisible_by"),
+    *("init_method_std", "attention_dropout", "hidden_dropout"),
+)
+"""Fields of ModelShape that may have another value on --load: of the vocabulary the rows are compared instead, and no
+trained weight depends on the others."""
 PRETRAINED_MAY_CHANGE = ("seq_length", "rotary_base", "use_rope_scaling", "rope_scaling_factor")
 """Fields of ModelShape that may also have another value where a run begins with weights of another run."""
 # The fields of ModelShape that change the weights, or what is computed from them.
@@ -72,7 +70,7 @@ def read_saved_run(args: argparse.Namespace, damaged: Mapping[str, str] | None =
 
     It adds "checkpoint" (the name), "named" (whether the file `latest` exists) and "passed_over" (the newer checkpoints
     that are not whole, name -> reason), which begins with `damaged`. It returns None without --load, or if --load is
-    --save and still empty. It does not read the contents of files: `integrity.find_damage` does.
+    --save and still empty. It does not read the contents of files: `find_damage` does.
 
     Raises ValueError if no checkpoint is whole, or the newest whole one is not of this trainer's format.
     """
@@ -110,7 +108,7 @@ def read_saved_run(args: argparse.Namespace, damaged: Mapping[str, str] | None =
 def read_pretrained(path: str | None, family: str) -> dict[str, Any] | None:
     """Reads the description of the newest checkpoint in --pretrained-checkpoint, and adds its name, "checkpoint".
 
-    It returns None if `path` is None. It does not read the contents of files: `integrity.find_damage` does.
+    It returns None if `path` is None. It does not read the contents of files: `find_damage` does.
 
     Raises ValueError if there is no checkpoint, or the newest one is not whole or not of this `family`.
     """
@@ -188,10 +186,10 @@ def _check_schedule(
     for name in SCHEDULE:
         ours, theirs = values[name], settings.get(name)
         if ours != theirs:
-            option = name_argument(name)
+            argument = name_argument(name)
             raise ValueError(
-                f"{option} is {ours}, but the schedule of {args.load}/{saved['checkpoint']} has {theirs}; leave "
-                f"{option} out, or take this run's schedule with --override-opt-param-scheduler"
+                f"{argument} is {ours}, but the schedule of {args.load}/{saved['checkpoint']} has {theirs}; leave "
+                f"{argument} out, or take this run's schedule with --override-opt-param-scheduler"
             )
     decays_to_zero = values["lr_decay_style"] != "constant" and not values["min_lr"]
     decay_iters, train_iters = values["lr_decay_iters"], values["train_iters"]

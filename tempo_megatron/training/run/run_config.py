@@ -18,12 +18,12 @@ from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import FrozenDict
 from tempo_megatron.training.run.option import (
     COMPUTED,
+    MAY_CHANGE,
+    OF_EACH_START,
     SCHEDULE,
     STAYS,
     Option,
     list_options,
-    may_change,
-    of_each_start,
     option,
 )
 from tempo_megatron.words.argument_types import (
@@ -48,25 +48,15 @@ Blend = tuple[tuple[str, ...], tuple[float, ...] | None]
 """Prefixes of data sets, and their weights if there are several."""
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 
-_NEXT_STEP = may_change("the optimizer uses it at its next step")
-_MOVED = may_change("files may have been moved; their content is compared")
-_SAME_VALUES = may_change("recomputation gives the same values")
-_SAME_FUNCTION = may_change("the same function in another kernel")
-_LAYOUT = of_each_start("the layout: the weights are the same in each")
-_END = of_each_start("when this start ends")
-_BEGINNING = of_each_start("how this start begins")
-_READING = of_each_start("how samples are read, not which")
-_WATCH = of_each_start("how ranks watch one another")
-
 _training = functools.partial(option, group="training")
-_optimizer = functools.partial(option, group="optimizer: AdamW; parameters with one dimension and biases do not decay")
+_of_adamw = "optimizer: AdamW; parameters with one dimension and biases do not decay"
+_optimizer = functools.partial(option, group=_of_adamw, on_load=MAY_CHANGE)
 _schedule = functools.partial(_optimizer, on_load=SCHEDULE)
-_data = functools.partial(option, group="data")
-_validation = functools.partial(_data, on_load=may_change("validation does not change the training"))
-_recompute = functools.partial(option, group="recomputation and fusion", on_load=_SAME_VALUES)
-_output = functools.partial(option, group="output", on_load=of_each_start("what this start writes, where and when"))
+_data = functools.partial(option, group="data", on_load=MAY_CHANGE)
+_recompute = functools.partial(option, group="recomputation and fusion", on_load=MAY_CHANGE)
+_output = functools.partial(option, group="output", on_load=OF_EACH_START)
 _folder = functools.partial(_output, parse=parse_folder, metavar="DIR")
-_layout = functools.partial(option, group="distributed", on_load=_LAYOUT)
+_layout = functools.partial(option, group="distributed", on_load=OF_EACH_START)
 _masking = functools.partial(option, on_load=STAYS, group="masking")
 _mask_prob = functools.partial(_masking, "share of the tokens to predict", parse_mask_prob, default=0.15)
 _short_seq_prob = functools.partial(
@@ -152,7 +142,7 @@ class RunConfig:
     micro_batch_size: int = _training(
         "samples per device and forward pass",
         parse_positive,
-        on_load=may_change("samples are taken in the order of their index, whatever a micro batch is"),
+        on_load=MAY_CHANGE,
         in_json="train_micro_batch_size_per_gpu",
     )
     global_batch_size: int = _training(
@@ -176,19 +166,21 @@ class RunConfig:
     train_iters: int = _training(
         "steps of the whole run; needed without --load",
         parse_positive,
-        on_load=may_change("a run may be made longer; the schedule and the order of the samples stay"),
+        on_load=MAY_CHANGE,
     )
-    exit_interval: int | None = _training("save and exit at every multiple of this step", parse_positive, on_load=_END)
+    exit_interval: int | None = _training(
+        "save and exit at every multiple of this step", parse_positive, on_load=OF_EACH_START
+    )
     exit_signal_handler: bool = _training(
         "on SIGTERM or Ctrl-C, to the launcher or a rank, finish the step, save and exit; on a second Ctrl-C exit at "
         "once; on SIGUSR1 to a rank finish the step, save and go on",
-        on_load=_END,
+        on_load=OF_EACH_START,
         default=True,
         **_YES_OR_NO,
     )
     eval_only: bool = _training(
         "only compute the losses of --load's checkpoint on the validation part and, with --test-iters, the test part",
-        on_load=_END,
+        on_load=OF_EACH_START,
         needs="load",
         **_SWITCH,
     )
@@ -220,29 +212,25 @@ class RunConfig:
     lr_wsd_decay_style: str | None = _schedule(
         f"curve of that decay (default {WSD_DECAY_STYLES[0]})", choices=WSD_DECAY_STYLES, needs="lr_decay_style=WSD"
     )
-    weight_decay: float = _optimizer("of AdamW", parse_not_negative_float, on_load=_NEXT_STEP, default=0.01)
-    adam_beta1: float = _optimizer("decay of the gradient's mean", parse_fraction, on_load=_NEXT_STEP, default=0.9)
-    adam_beta2: float = _optimizer(
-        "decay of the squared gradient's mean", parse_fraction, on_load=_NEXT_STEP, default=0.999
-    )
-    adam_eps: float = _optimizer("added to the denominator", parse_positive_float, on_load=_NEXT_STEP, default=1e-8)
+    weight_decay: float = _optimizer("of AdamW", parse_not_negative_float, default=0.01)
+    adam_beta1: float = _optimizer("decay of the gradient's mean", parse_fraction, default=0.9)
+    adam_beta2: float = _optimizer("decay of the squared gradient's mean", parse_fraction, default=0.999)
+    adam_eps: float = _optimizer("added to the denominator", parse_positive_float, default=1e-8)
     clip_grad: float = _optimizer(
         "highest global gradient norm; 0 is no clipping (default the JSON's gradient_clipping, else 1)",
         parse_not_negative_float,
-        on_load=_NEXT_STEP,
         default=1.0,
         in_json="gradient_clipping",
     )
     override_opt_param_scheduler: bool = _optimizer(
         "on --load take the learning rate schedule from the arguments and their defaults, not from the checkpoint",
-        on_load=_BEGINNING,
+        on_load=OF_EACH_START,
         needs="load",
         **_SWITCH,
     )
 
     data_path: tuple[str, ...] = _data(
         "prefix of a .bin/.idx pair, or several as WEIGHT PREFIX WEIGHT PREFIX ...; needed without --load",
-        on_load=_MOVED,
         nargs="+",
         metavar="PREFIX",
     )
@@ -250,17 +238,15 @@ class RunConfig:
     split: str = _data("train,validation,test weights", on_load=STAYS, default="969,30,1")
     split_weights: tuple[float, float, float] = option("the three shares of --split", on_load=COMPUTED)
     data_cache_path: str | None = _data(
-        "folder for the sample indices (default: beside the data)", parse_folder, on_load=_READING
+        "folder for the sample indices (default: beside the data)", parse_folder, on_load=OF_EACH_START
     )
     vocab_file: str | None = _data(
         "GPT-2's vocab.json, or the vocab.txt or vocab.json of a BERT or T5 (default: the tokenizer stored with the "
         "data)",
-        on_load=_MOVED,
     )
-    merge_file: str | None = _data("merges.txt of a byte-level BPE", on_load=_MOVED)
+    merge_file: str | None = _data("merges.txt of a byte-level BPE")
     eod_mask_loss: bool = _data(
         "no loss where the input is end-of-document (default no)",
-        on_load=may_change("weights and samples are the same, other tokens count in the loss"),
         default=False,
         family="gpt",
         **_YES_OR_NO,
@@ -269,11 +255,11 @@ class RunConfig:
         "how a BERT or T5 masks tokens; GPT has none", on_load=STAYS, group="masking", names=()
     )
     num_workers: int = _data(
-        "loader processes (default 2 with a GPU, else 0)", parse_workers, on_load=_READING, metavar="N"
+        "loader processes (default 2 with a GPU, else 0)", parse_workers, on_load=OF_EACH_START, metavar="N"
     )
-    eval_interval: int = _validation("steps between validations", parse_positive, default=1000)
-    eval_iters: int = _validation("global batches per validation; 0 is none", parse_not_negative, default=100)
-    test_iters: int = _validation(
+    eval_interval: int = _data("steps between validations", parse_positive, default=1000)
+    eval_iters: int = _data("global batches per validation; 0 is none", parse_not_negative, default=100)
+    test_iters: int = _data(
         "global batches of --split's third part, for a loss at the end", parse_not_negative, default=0
     )
     sample_parts: tuple[int, ...] = option(
@@ -299,15 +285,12 @@ class RunConfig:
     )
     bias_gelu_fusion: bool = _recompute(
         "fused tanh GELU, or erf GELU, unfused (default: as in the checkpoint, else fused on a GPU)",
-        on_load=may_change("the form of GELU, which follows from it, is compared"),
         **_YES_OR_NO,
     )
-    bias_swiglu_fusion: bool = _recompute("fused SwiGLU on a GPU", on_load=_SAME_FUNCTION, default=True, **_YES_OR_NO)
-    bias_dropout_fusion: bool = _recompute(
-        "fused bias, dropout and residual on a GPU", on_load=_SAME_FUNCTION, default=True, **_YES_OR_NO
-    )
+    bias_swiglu_fusion: bool = _recompute("fused SwiGLU on a GPU", default=True, **_YES_OR_NO)
+    bias_dropout_fusion: bool = _recompute("fused bias, dropout and residual on a GPU", default=True, **_YES_OR_NO)
     masked_softmax_fusion: bool = _recompute(
-        "fused softmax of the attention scores on a GPU with Apex", on_load=_SAME_FUNCTION, default=True, **_YES_OR_NO
+        "fused softmax of the attention scores on a GPU with Apex", default=True, **_YES_OR_NO
     )
 
     save: str | None = _folder("where checkpoints go; every node must see the same folder")
@@ -315,12 +298,10 @@ class RunConfig:
         "continue from the latest checkpoint in this folder, of any layout (tensor and pipeline parallel size, number "
         "of processes, ZeRO stage), stock or Tempo. Options left out are as in the checkpoint, but for layout and "
         "output; model, data, --global-batch-size, --rampup-batch-size and --seed stay (docs/checkpoints.md)",
-        on_load=_BEGINNING,
     )
     pretrained_checkpoint: str | None = _folder(
         "begin with only the model and weights of the latest checkpoint in this folder, of `tempo-megatron import` or "
         "a run of any layout. With a checkpoint in --load the run goes on from that",
-        on_load=_BEGINNING,
     )
     save_interval: int | None = _output(
         "steps between checkpoints (default: only at the end)", parse_positive, needs="save"
@@ -363,8 +344,8 @@ class RunConfig:
     profile_ranks: tuple[int, ...] = _output("that record", parse_not_negative, default=(0,), nargs="+", metavar="RANK")
     profile_dir: str | None = _folder("where they write (default profile in DIR of --save)", in_save="profile")
 
-    world_size: int = option("processes of the run", on_load=_LAYOUT)
-    data_parallel_size: int = option("processes over tensor and pipeline parallel size", on_load=_LAYOUT)
+    world_size: int = option("processes of the run", on_load=OF_EACH_START)
+    data_parallel_size: int = option("processes over tensor and pipeline parallel size", on_load=OF_EACH_START)
     tensor_model_parallel_size: int = _layout("ranks that share each layer", parse_positive, default=1)
     pipeline_model_parallel_size: int = _layout(
         "stages that the layers are divided over, with ZeRO 0 or 1", parse_positive, default=1
@@ -377,55 +358,48 @@ class RunConfig:
         metavar="LAYOUT",
     )
     sequence_parallel: bool = _layout("also split norms and dropout over the tensor parallel ranks", **_SWITCH)
-    use_cpu_initialization: bool = _layout(
-        "draw the weights on the CPU: same for any TP", on_load=of_each_start("only for the first weights"), **_SWITCH
-    )
+    use_cpu_initialization: bool = _layout("draw the weights on the CPU: same for any TP", **_SWITCH)
     distributed_timeout_minutes: int = _layout(
         "how long ranks wait for one another, at the start and in a collective, until the run ends",
         parse_minutes,
-        on_load=_WATCH,
         default=10,
     )
     fault_timeout: float = _layout(
         "how long a rank may be stopped (a busy one is not) or its host silent until the run ends; 0 watches nothing "
         "(default 60)",
         parse_fault_timeout,
-        on_load=_WATCH,
         default=60.0,
         metavar="SECONDS",
     )
-    on_gpu: bool = option("whether the processes have GPUs", on_load=_LAYOUT)
+    on_gpu: bool = option("whether the processes have GPUs", on_load=OF_EACH_START)
     deepspeed_config: str = _layout(
         "the DeepSpeed configuration",
-        on_load=of_each_start("a file that every start names"),
         names=("--deepspeed_config", "--deepspeed-config"),
         metavar="JSON",
         required=True,
     )
     deepspeed: FrozenDict = option(
         'content of that file, with a value for each "auto" that the trainer decides',
-        on_load=of_each_start("a file that every start names"),
+        on_load=OF_EACH_START,
     )
 
     tempo: TempoConfig = option(
         'what each operation keeps, as given; Job replaces each "auto" by a value',
-        on_load=may_change("weights have the same names and shapes"),
+        on_load=MAY_CHANGE,
     )
     memory_budget: int | None = option(
         'bytes per rank for which Job plans each "auto"; none plans nothing',
-        on_load=may_change("it decides what is recomputed"),
+        on_load=MAY_CHANGE,
         group="tempo",
         names=(),
     )
     host_memory: int = option(
         "bytes of a host that the plan may use for all its ranks; 0 offloads nothing",
-        on_load=may_change("it decides what is offloaded"),
+        on_load=MAY_CHANGE,
         group="tempo",
         names=(),
     )
-    tempo_arguments: str = option(
-        "Tempo's arguments as given, for the banner", on_load=of_each_start("text for the banner")
-    )
+    tempo_arguments: str = option("Tempo's arguments as given, for the banner", on_load=OF_EACH_START)
 
     @property
     def batch_sizes(self) -> BatchSizes:
