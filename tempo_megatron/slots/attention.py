@@ -333,14 +333,16 @@ class TempoRotarySelfAttention(SelfAttention):
         return _run_self_attention(self, hidden_states, *args, **kwargs)
 
 
-class _RepeatedSelfAttention(SelfAttention):
-    """SelfAttention that makes again, just before core attention's backward, what leads to it, by Megatron's own code
-    for the split, the norms of q and k and the rotary embeddings.
+class TempoNormedSelfAttention(SelfAttention):
+    """SelfAttention that keeps the projection's output alone: for norms of q and k that keep their input, which is made
+    again as q and k are.
 
-    Exact: the same kernels on the same input. Core attention still keeps everything else, such as its output.
+    What leads to core attention is made again just before its backward, by Megatron's own code for the split, the norms
+    of q and k and the rotary embeddings. Exact: the same kernels on the same input. Core attention still keeps
+    everything else, such as its output.
     """
 
-    repeats_projection: ClassVar[bool]
+    repeats_projection: ClassVar[bool] = False
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """(output, bias) of hidden_states, as SelfAttention."""
@@ -381,18 +383,11 @@ class _RepeatedSelfAttention(SelfAttention):
         return result
 
 
-class TempoSelfAttention(_RepeatedSelfAttention):
-    """SelfAttention whose core attention does not keep q, k and v; the projection runs again too. If Megatron
-    recomputes the layer, it does not run a third time."""
+class TempoSelfAttention(TempoNormedSelfAttention):
+    """SelfAttention that does not keep the projection's output either, nor its core attention q, k and v: the
+    projection runs again too. If Megatron recomputes the layer, it does not run a third time."""
 
     repeats_projection = True
-
-
-class TempoNormedSelfAttention(_RepeatedSelfAttention):
-    """SelfAttention that keeps the projection's output alone: for norms of q and k that keep their input, which is made
-    again as q and k are."""
-
-    repeats_projection = False
 
 
 class _KeptCall(LinearCall):

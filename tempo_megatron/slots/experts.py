@@ -13,7 +13,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from megatron.core.transformer.mlp import MLP
@@ -44,8 +44,6 @@ from tempo_megatron.slots.slot_content import change_slot, find_class
 
 class KeepsActivationInput:
     """What marks experts whose activation keeps its input only."""
-
-    keep: ClassVar[str] = "recompute"
 
 
 def _run_and_drop(module: Any, stock: Any, make: Callable[..., Any], probs: Any, *args: Any, **kwargs: Any) -> Any:

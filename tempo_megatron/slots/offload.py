@@ -50,10 +50,10 @@ class Offloading:
             return
         _refuse(model.config)
         for stack in STACKS:
-            block = getattr(model, stack, None)
+            block: Any = getattr(model, stack, None)
             layers = {layer: _read_moves(tempo_config, layer, stack) for layer in getattr(block, "layers", ())}
             moving = [layer for layer, moves in layers.items() if moves is not move_nothing]
-            if block is None or not moving:
+            if not moving:
                 continue
             self.num_layers += len(moving)
             self.engine.num_groups = self.num_layers * self._num_in_flight
