@@ -11,6 +11,7 @@ import dataclasses
 import logging
 from typing import Any
 
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -269,8 +270,8 @@ def tempoize_hybrid(
         found["dropout"] = Refusal(f"{reason}, so they would have the same dropout masks")
     choices = _choose_for_layers(stock, transformer_config, tempo_config, found)
     choices.written.check_layers("decoder", len(layers))
-    # The stack's own norm, which no spec names.
-    block = TempoBlockSubmodules(layer_specs=stock, layer_norm=te.find_norm(), stack=Stack.DECODER)
+    # The stack's own norm, which no spec names. Without Transformer Engine no HybridStack can be built.
+    block = TempoBlockSubmodules(layer_specs=stock, layer_norm=TENorm, stack=Stack.DECODER)
     made = _fill_block(block, transformer_config, choices, [layer.mask_layer for layer in layers])
     return hybrid.make_stack_spec(spec, made, layers)
 

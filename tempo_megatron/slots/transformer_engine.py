@@ -205,11 +205,6 @@ def is_installed() -> bool:
     return bool(extension.HAVE_TE)
 
 
-def find_norm() -> Any:
-    """Megatron's class for TE's norm, without which its HybridStack cannot be built."""
-    return extension.TENorm
-
-
 def _is_stock(slot: Any, *names: str) -> bool:
     module = find_class(slot)
     return is_installed() and module is not None and any(module is getattr(extension, name, None) for name in names)
@@ -231,7 +226,7 @@ def is_attention(slot: Any, params: Any) -> bool:
 def replace_norm(stock: Any, tempo_norm: Any) -> Any:
     """Tempo's norm in the place of `stock`, with an extra state if `stock` is TE's and has one."""
     is_te = _is_stock(stock, "TENorm") or getattr(stock, "__name__", "") == "_TENormWithResidual"
-    if tempo_norm is None or not is_te:
+    if not is_te:
         return tempo_norm
     te_norm = getattr(extension.te.pytorch, "LayerNorm", torch.nn.Module)
     if te_norm.get_extra_state is torch.nn.Module.get_extra_state:

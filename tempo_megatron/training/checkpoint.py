@@ -65,17 +65,12 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        run: RunConfig,
-        engine: Engine,
-        settings: Mapping[str, Any],
-        description: dict[str, Any],
-        sample_parts: tuple[int, ...],
+        self, engine: Engine, settings: Mapping[str, Any], description: dict[str, Any], sample_parts: tuple[int, ...]
     ) -> None:
-        self.run, self.engine, self.settings = run, engine, settings
+        self.run, self.engine, self.settings = engine.run, engine, settings
         self.description, self.sample_parts = description, sample_parts
         self.rank = dist.get_rank()
-        self._folder = CheckpointFolder(str(run.save))
+        self._folder = CheckpointFolder(str(self.run.save))
         self.last_saved: int | None = None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._unfinished: tuple[Progress, Future[Files | str]] | None = None
@@ -188,7 +183,7 @@ class Checkpoints:
         state: dict[str, Any] = read_tensors(checkpoint / name_rank_file(self.rank))
         if any(gather(state["layout"]["fragments"] != describe_rank(self.engine)["fragments"])):
             return None
-        self.engine.load(checkpoint, self.run)
+        self.engine.load(checkpoint)
         set_rng_state(state["rng"], self.run.on_gpu)
         return state
 
@@ -203,7 +198,7 @@ class Checkpoints:
             change = f"{describe_layout(saved)} to {describe_layout(self.description)}"
             print(f"resharding {checkpoint}: {change}", flush=True)
         source = SavedState(checkpoint, saved)
-        load_resharded(self.engine, source, self.run)
+        load_resharded(self.engine, source)
         has_same_ranks = all(saved[name] == self.description[name] for name in _MODEL_PARALLEL)
         first_rank = 0
         if has_same_ranks:
@@ -227,22 +222,20 @@ def _write_and_describe(unfinished: Path, write: Callable[[], list[str]]) -> Fil
     return reason or found[0]
 
 
-def load_pretrained(
-    engine: Engine, run: RunConfig, pretrained: Mapping[str, Any], description: Mapping[str, Any]
-) -> None:
+def load_pretrained(engine: Engine, pretrained: Mapping[str, Any], description: Mapping[str, Any]) -> None:
     """Loads the weights of the checkpoint that `pretrained` (of read_pretrained) describes; every rank calls it.
 
     Its files were found to be whole, and `description` is describe_run of this run.
 
     Raises ValueError on every rank if the checkpoint is of another model.
     """
-    checkpoint = Path(str(run.pretrained_checkpoint)) / pretrained["checkpoint"]
+    checkpoint = Path(str(engine.run.pretrained_checkpoint)) / pretrained["checkpoint"]
     for name in ("padded_vocab_size", "gelu_form"):
         ours, theirs = description[name], pretrained.get(name)
         if ours != theirs:
             raise ValueError(describe_conflict(f"--pretrained-checkpoint {checkpoint}", name, theirs, ours))
     start = time.perf_counter()
-    load_weights(engine, SavedState(checkpoint, pretrained, "--pretrained-checkpoint"), run)
+    load_weights(engine, SavedState(checkpoint, pretrained, "--pretrained-checkpoint"))
     if dist.get_rank() == 0:
         ours, theirs = description["tokenizer_files"], pretrained.get("tokenizer_files", {})
         for name in ours.keys() & theirs.keys():
@@ -343,12 +336,12 @@ def describe_rank(engine: Engine) -> dict[str, Any]:
     }
 
 
-def load_resharded(engine: Engine, source: SavedState, run: RunConfig) -> None:
+def load_resharded(engine: Engine, source: SavedState) -> None:
     """Loads weights, moments, steps and loss scale of `source` into `engine`; every rank calls it.
 
     Raises ValueError as load_weights does.
     """
-    load_weights(engine, source, run, with_moments=True)
+    load_weights(engine, source, with_moments=True)
     scale, counts = source.read_counts()
     if scale is not None and getattr(engine.deepspeed.optimizer, "loss_scaler", None) is not None:
         take_scale(engine.deepspeed.optimizer.loss_scaler, scale)
@@ -357,21 +350,21 @@ def load_resharded(engine: Engine, source: SavedState, run: RunConfig) -> None:
 
 
 @torch.no_grad()
-def load_weights(engine: Engine, source: SavedState, run: RunConfig, *, with_moments: bool = False) -> None:
+def load_weights(engine: Engine, source: SavedState, *, with_moments: bool = False) -> None:
     """Loads the weights of `source` into `engine`, perhaps with the optimizer's moments; every rank calls it.
 
     Raises ValueError on every rank, before anything is changed, if the checkpoint is of another model or the
     optimizer's states are on NVMe, where they cannot be reached.
     """
-    if read_offload_device(run.deepspeed) == "nvme":
+    if read_offload_device(engine.run.deepspeed) == "nvme":
         raise ValueError(
             f"{source.where} has another layout or is of another run, and states that are offloaded to nvme cannot be "
             'filled from it; use "cpu" for zero_optimization.offload_optimizer.device, or the layout of the checkpoint'
         )
     names = {name for name, _ in engine.deepspeed.module.named_parameters()}
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    elsewhere = set().union(*gather(names)) - names
-    raise_on_all_ranks(source.find_mismatch(engine.cuts, names, tp, elsewhere))
+    everywhere: set[str] = set().union(*gather(names))
+    raise_on_all_ranks(source.find_mismatch(engine.cuts, names, everywhere, tp))
     optimizer = engine.deepspeed.optimizer
     if engine.zero_stage == 3:
         optimizer.checkpoint_event_prologue()
@@ -387,7 +380,7 @@ def load_weights(engine: Engine, source: SavedState, run: RunConfig, *, with_mom
 def _fill(partition: Partition, source: SavedState, engine: Engine, moments: tuple[str, ...]) -> None:
     """Fills every fragment of this rank; rank 0 prints its progress now and then."""
     keys = ("weight", *moments)
-    tp, tp_rank = engine.tensor_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+    tp, tp_rank = engine.run.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
     total, done, said = sum(fragment.size for fragment in partition.fragments), 0, time.monotonic()
     for fragment in partition.fragments:
         states = _prepare_states(partition, fragment, source) if moments else {}

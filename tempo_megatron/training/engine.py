@@ -126,25 +126,21 @@ class Engine:
     """DeepSpeed's engine and the schedule of one run, for a model of model.build_model."""
 
     def __init__(self, model: torch.nn.Module, run: RunConfig) -> None:
-        config = run.deepspeed
-        self.zero_stage = read_zero_stage(config)
-        self.tensor_parallel_size = run.tensor_model_parallel_size
+        self.run, self.zero_stage = run, read_zero_stage(run.deepspeed)
         self.cuts = get_cuts(model)
         mark_divided_parameters(model, self.cuts)
         self._samples_per_step = run.global_batch_size
         self._computes_norm = self.zero_stage == 0 and run.precision == "fp32"
-        self._clip_grad = run.clip_grad
         self._grad_norm: Tensor | None = None
-        self._has_routers = run.model.num_experts is not None
         self._num_micro_batches = run.num_micro_batches
         if run.tensor_model_parallel_size > 1:
             sum_partial_gradients(model)
-        given = copy_deepspeed_config(config)
+        given = copy_deepspeed_config(run.deepspeed)
         if isinstance(model, PipelineStage):
             pipeline.prepare(model, given, run)
         refuse_stale_locks()
         # DeepSpeed's bf16 optimizer prints a page about memory at any log level.
-        with contextlib.redirect_stdout(sys.stdout if config.get("memory_breakdown") else io.StringIO()):
+        with contextlib.redirect_stdout(sys.stdout if given.get("memory_breakdown") else io.StringIO()):
             self.deepspeed, optimizer, _, _ = deepspeed.initialize(
                 model=model, optimizer=build_optimizer(model, run), config=given, mpu=MPU()
             )
@@ -171,7 +167,7 @@ class Engine:
 
     def backward_and_step(self, loss: Tensor) -> None:
         """Runs backward of one micro batch and, after the last one of a step, updates weights and schedule."""
-        if self._has_routers:
+        if self.run.model.num_experts is not None:
             # Routers' losses join in backward; as in Megatron's schedules, each micro batch has its share of a step.
             weight = (self.loss_scale or 1.0) / self._num_micro_batches
             MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(weight, dtype=torch.float32, device=loss.device))
@@ -187,7 +183,7 @@ class Engine:
         pipeline.sum_tied_gradients(self.deepspeed.module)
         self.deepspeed.set_gradient_accumulation_boundary(True)
         self.deepspeed.allreduce_gradients()
-        self._step(is_last=True, clips=self._clip_grad > 0)
+        self._step(is_last=True, clips=self.run.clip_grad > 0)
         self.deepspeed.set_gradient_accumulation_boundary(False)
 
     def _step(self, is_last: bool, *, clips: bool = False) -> None:
@@ -195,7 +191,7 @@ class Engine:
             self._grad_norm = compute_gradient_norm(self.deepspeed.module)
             if clips:
                 parameters = self.deepspeed.module.parameters()
-                torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, self._grad_norm)
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.run.clip_grad, self._grad_norm)
         try:
             self.deepspeed.step()
         except Exception as error:
@@ -208,9 +204,9 @@ class Engine:
         if is_last and self.deepspeed.was_step_applied():
             self.scheduler.step(self._samples_per_step)
 
-    def load(self, checkpoint: Path, run: RunConfig) -> None:
-        """Restores model and optimizer from a folder that save_checkpoint wrote; the settings stay those of `run`."""
-        optimizer = self.deepspeed.optimizer
+    def load(self, checkpoint: Path) -> None:
+        """Restores model and optimizer from a folder that save_checkpoint wrote; the settings stay those of the run."""
+        run, optimizer = self.run, self.deepspeed.optimizer
         loss_scaler = getattr(optimizer, "loss_scaler", None)
         self.deepspeed.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name, load_lr_scheduler_states=False)
         for group in self.scheduler.optimizer.param_groups:
@@ -228,7 +224,7 @@ class Engine:
             "adam_betas": list(groups[0]["betas"]),
             "adam_eps": groups[0]["eps"],
             "weight_decay": max(group["weight_decay"] for group in groups),
-            "clip_grad": getattr(self.deepspeed.optimizer, "clip_grad", self._clip_grad),
+            "clip_grad": getattr(self.deepspeed.optimizer, "clip_grad", self.run.clip_grad),
         }
 
     def scale(self, loss: Tensor) -> Tensor:

@@ -58,11 +58,11 @@ class Job:
             **identify_data(run, start.vocabulary.tokenizer),
         )
         self.checkpoints = checkpoint.Checkpoints(
-            run, self.engine, start.settings, self.description, self.datasets.sample_parts
+            self.engine, start.settings, self.description, self.datasets.sample_parts
         )
         self.progress = self.checkpoints.load(start.saved) if start.saved else checkpoint.Progress()
         if start.pretrained is not None:
-            checkpoint.load_pretrained(self.engine, run, start.pretrained, self.description)
+            checkpoint.load_pretrained(self.engine, start.pretrained, self.description)
         self.log = metrics.RunLog(
             run,
             self.engine.monitors,

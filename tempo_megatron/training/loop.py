@@ -62,24 +62,19 @@ class Trainer:
         self.run, self.engine, self.log, self.device = run, job.engine, job.log, start.device
         self.progress, self.checkpoints, self.datasets = job.progress, job.checkpoints, job.datasets
         self.offloading = job.offloading
-        self.forward_step = start.task.make_forward_step(run, self.device)
-        self.collate = start.task.make_collate(start.vocabulary)
+        self.task, self.collate = start.task, start.task.make_collate(start.vocabulary)
         self.throughput = Throughput(run, start.vocabulary.padded_size, self.device)
-        self._num_micro_batches = run.num_micro_batches  # of the step under way
         samples = run.batch_sizes.count_samples(run.train_iters)
         self.stream = self._open_stream(self.datasets.train, self.progress.consumed_samples, samples)
-        self.group = parallel_state.get_data_parallel_group()
         self._draws_masks = draws_masks(run.model, run.tempo)
         self._pending: list[dict[str, Any]] = []
-        self._losses: list[dict[str, Tensor]] = []
         self._last_batch: Batch | None = None
         self._schedule: Schedule | None = None
         stage = self.engine.deepspeed.module
         if isinstance(stage, PipelineStage):
             scale = self.engine.scale if run.precision == "fp16" else None
-            self._schedule = Schedule(stage, self.forward_step, run, scale)
+            self._schedule = Schedule(stage, self.task, run, scale)
         self._last_is_finite = True
-        self.timer = StepTimer()
         self._profile = StepProfile(run, dist.get_rank(), self.log.say)
         self._observe: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if run.tempo_ledger:
@@ -92,12 +87,12 @@ class Trainer:
                 decoder_seq_length=run.model.decoder_seq_length,
                 engine=self.offloading.engine if self.offloading.num_layers else None,
             ).step
+        self.timer = StepTimer()
 
     def train(self) -> str:
         """Trains to --train-iters, or until there is a reason to stop; returns why it ended."""
         run, progress = self.run, self.progress
         self.engine.deepspeed.train()
-        self.timer = StepTimer()
         stop = StopSignal(self.device, run.exit_signal_handler)
         reason, first = "finished", progress.iteration + 1
         try:
@@ -159,16 +154,15 @@ class Trainer:
         run, engine, progress = self.run, self.engine, self.progress
         learning_rate, skipped_before = engine.learning_rate, engine.deepspeed.skipped_steps
         samples = run.batch_sizes.find(progress.consumed_samples)
-        self._num_micro_batches = samples // (run.micro_batch_size * run.data_parallel_size)
-        engine.begin_step(samples, self._num_micro_batches)
+        number = samples // (run.micro_batch_size * run.data_parallel_size)
+        engine.begin_step(samples, number)
         if self._schedule is None:
-            totals = _add_up(self._train_micro_batches())
+            totals = _add_up(self._train_micro_batches(number))
         else:
-            totals = _add_up(self._schedule.run_step(self._read_batches(), self._num_micro_batches, self._announce))
+            totals = _add_up(self._schedule.run_step(self._read_batches(number), number, self._announce))
             engine.step_after_schedule()
         progress.iteration += 1
         progress.consumed_samples += samples
-        self._losses.append({name: total / self._num_micro_batches for name, total in totals.items()})
         self._pending.append(
             {
                 "iteration": progress.iteration,
@@ -177,19 +171,20 @@ class Trainer:
                 "learning_rate": learning_rate,
                 "grad_norm": engine.grad_norm,
                 "skipped": engine.deepspeed.skipped_steps - skipped_before,
+                "losses": {name: total / number for name, total in totals.items()},
             }
         )
 
-    def _train_micro_batches(self) -> Iterator[dict[str, Tensor]]:
-        for micro_batch, batch in enumerate(self._read_batches()):
+    def _train_micro_batches(self, number: int) -> Iterator[dict[str, Tensor]]:
+        for micro_batch, batch in enumerate(self._read_batches(number)):
             self._announce(micro_batch)
-            losses = self.forward_step(self.engine.deepspeed, batch)
+            losses = self.task.forward(self.run, self.engine.deepspeed, batch)
             self.engine.backward_and_step(losses[LOSS])
             yield losses
 
-    def _read_batches(self) -> Iterator[Batch]:
+    def _read_batches(self, number: int) -> Iterator[Batch]:
         """Yields the micro batches of a step."""
-        for _ in range(self._num_micro_batches):
+        for _ in range(number):
             self._last_batch = self.stream.take_next()
             yield self._last_batch
 
@@ -201,14 +196,15 @@ class Trainer:
 
     def _average(self, losses: list[dict[str, Tensor]]) -> list[dict[str, float]]:
         """Averages losses, which the last stage alone has, over the data-parallel ranks; returns them on every rank."""
-        means = average_over(losses, self.group, self.device) if is_last_stage() else []
+        group = parallel_state.get_data_parallel_group()
+        means = average_over(losses, group, self.device) if is_last_stage() else []
         return means if self._schedule is None else share_from_last_stage(means, self.device)
 
     def _flush(self) -> None:
         """Logs the steps since the last call. Only here, once per interval, the host waits for the device."""
         if not self._pending:
             return
-        losses = self._average(self._losses)
+        losses = self._average([step.pop("losses") for step in self._pending])
         seconds, processor_seconds = (passed / len(losses) for passed in self.timer.end_interval())
         samples = sum(step["batch_size"] for step in self._pending) / len(losses)
         for step, loss in zip(self._pending, losses, strict=True):
@@ -230,7 +226,7 @@ class Trainer:
         self._finish_save(waits=False)
         diverged = [step["iteration"] for step in self._pending if self._has_diverged(step)]
         self._last_is_finite = math.isfinite(losses[-1][LOSS])
-        self._pending, self._losses = [], []
+        self._pending = []
         raise_on_all_ranks(
             f"the loss of step {diverged[0]} or its gradient is not a finite number; {REMEDY}" if diverged else None
         )
@@ -268,7 +264,7 @@ class Trainer:
         """Averages each loss over `number` micro batches of each data-parallel rank."""
         self.engine.deepspeed.eval()
         if self._schedule is None:
-            totals = _add_up(self.forward_step(self.engine.deepspeed, batch) for batch in batches)
+            totals = _add_up(self.task.forward(self.run, self.engine.deepspeed, batch) for batch in batches)
         else:
             totals = _add_up(self._schedule.run_step(batches, number, None))
         self.engine.deepspeed.train()

@@ -235,7 +235,7 @@ class RunLog:
             self._bar.set_postfix(loss=f"{last['loss']:.4f}", refresh=False)
 
     def log_evaluation(self, part: str, iteration: int, consumed_samples: int, losses: dict[str, float]) -> None:
-        """Logs the losses of a ForwardStep on a part of the data, and the perplexity of the tokens.
+        """Logs the losses of a Task on a part of the data, and the perplexity of the tokens.
 
         The perplexity is that of lm_loss if there is one. `part` is validation or test.
         """

@@ -7,11 +7,10 @@ import dataclasses
 import importlib.util
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -25,11 +24,10 @@ from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.models.stage import PipelineStage, list_chunks
 from tempo_megatron.slots.choose import Choices
 from tempo_megatron.slots.report import TempoReport, report_on
-from tempo_megatron.training.ranks import MPU
+from tempo_megatron.training.ranks import MPU, gather
 from tempo_megatron.training.run.deepspeed_config import copy_deepspeed_config, read_zero_stage
 from tempo_megatron.training.run.run_config import RunConfig
 
-_T = TypeVar("_T")
 _FUSED_SOFTMAX = "scaled_upper_triang_masked_softmax_cuda"
 
 
@@ -163,7 +161,8 @@ def _zero_partitioned_biases(model: torch.nn.Module) -> None:
 def report_on_all(model: Any, choices: Choices) -> TempoReport:
     """Reports on the slots of every stage, in the order of the model; `model` is this rank's stage or the whole."""
     own = [report_on(chunk, choices) for chunk in list_chunks(model)]
-    return sum(itertools.chain.from_iterable(zip(*_gather_from_stages(own), strict=True)), TempoReport())
+    of_stages = gather(own, parallel_state.get_pipeline_model_parallel_group())
+    return sum(itertools.chain.from_iterable(zip(*of_stages, strict=True)), TempoReport())
 
 
 def count_all_parameters(model: Any, tensor_parallel_size: int) -> int:
@@ -171,14 +170,7 @@ def count_all_parameters(model: Any, tensor_parallel_size: int) -> int:
     own = models.count_parameters(model, tensor_parallel_size)
     if isinstance(model, PipelineStage) and (copy := model.find_embedding_copy()) is not None:
         own -= copy.numel() * tensor_parallel_size
-    return sum(_gather_from_stages(own))
-
-
-def _gather_from_stages(value: _T) -> list[_T]:
-    group = parallel_state.get_pipeline_model_parallel_group()
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    return sum(gather(own, parallel_state.get_pipeline_model_parallel_group()))
 
 
 def read_run(run: RunConfig, padded_vocab_size: int | None) -> Run:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tempo_megatron.models.stage import PipelineStage
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.tasks.task import LOSS, Batch, ForwardStep
+from tempo_megatron.training.tasks.task import LOSS, Batch, Task
 from tempo_megatron.words.deepspeed_json import BATCH_KEYS
 
 REPLICATED = "ds_pipe_replicated"
@@ -44,7 +44,7 @@ def prepare(stage: PipelineStage, config: dict[str, Any], run: RunConfig) -> Non
     if run.precision == "bf16":
         # Otherwise DeepSpeed's BF16_Optimizer would add up the micro batches in bf16.
         config["bf16"]["immediate_grad_update"] = True
-    if run.precision == "fp32" and "stage" in config["zero_optimization"] and not config["zero_optimization"]["stage"]:
+    if run.precision == "fp32" and not config["zero_optimization"]["stage"]:
         config["gradient_clipping"] = 0.0  # Engine.step_after_schedule clips
 
 
@@ -68,10 +68,10 @@ class Schedule:
     """
 
     def __init__(
-        self, stage: PipelineStage, forward_step: ForwardStep, run: RunConfig, scale: Callable[[Tensor], Tensor] | None
+        self, stage: PipelineStage, task: Task, run: RunConfig, scale: Callable[[Tensor], Tensor] | None
     ) -> None:
         self.chunks: list[Any] = list(stage.chunks)
-        self.forward_step, self.run = forward_step, run
+        self.task, self.run = task, run
         for chunk in self.chunks:
             chunk.config.grad_scale_func = scale
         self._run_schedule = get_forward_backward_func()
@@ -91,7 +91,7 @@ class Schedule:
             micro_batch, batch = next(iterator)
             if announce is not None:
                 announce(micro_batch)
-            return self.forward_step.run_model(chunk, batch), functools.partial(self._compute_loss, batch)
+            return self.task.run_model(self.run, chunk, batch), functools.partial(self._compute_loss, batch)
 
         # Each chunk takes the micro batches in order; a batch is read once, for the first chunk that needs it.
         iterators = list(itertools.tee(enumerate(batches), len(self.chunks)))
@@ -107,7 +107,7 @@ class Schedule:
         return found
 
     def _compute_loss(self, batch: Batch, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        losses = self.forward_step.compute_losses(output, batch)
+        losses = self.task.compute_losses(output, batch)
         # The schedule divides the first one in place.
         return losses[LOSS], {name: loss.detach().clone() for name, loss in losses.items()}
 

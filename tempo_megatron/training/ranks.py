@@ -23,10 +23,10 @@ from tempo_megatron.training.team import STORE, AgreedError, open_store
 _T = TypeVar("_T")
 
 
-def gather(value: _T) -> list[_T]:
-    """Returns the values of all ranks, in order; every rank calls it."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def gather(value: _T, group: Any = None) -> list[_T]:
+    """Returns the values of all ranks of a group, by default of the run, in order; every rank of it calls it."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -19,7 +19,7 @@ from training_job import MaskedData
 
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.datasets import BatchStream, build_datasets, load_vocabulary
-from tempo_megatron.training.tasks.masked import MaskedTask, PredictMasked, collate_masked, find_usable_documents
+from tempo_megatron.training.tasks.masked import MaskedTask, collate_masked, find_usable_documents
 
 TASK = MaskedTask()
 SEQ_LENGTH = 64
@@ -175,13 +175,16 @@ def test_the_losses_are_megatrons() -> None:
         given.update(keywords)
         return torch.arange(6.0).view(2, 3), torch.tensor([[0.0, 2.0], [1.0, 1.0]])
 
-    found = PredictMasked(has_segments=True, fuses_loss=False)(model, batch)
+    def pretend(num_tokentypes: int, loss: str) -> Any:
+        return SimpleNamespace(model=SimpleNamespace(num_tokentypes=num_tokentypes), tempo=SimpleNamespace(loss=loss))
+
+    found = TASK.forward(pretend(2, "off"), model, batch)
     order = (torch.log1p(torch.exp(torch.tensor(-2.0))) + torch.log(torch.tensor(2.0))) / 2
     torch.testing.assert_close(found["lm_loss"], torch.tensor(1.0))
     torch.testing.assert_close(found["sop_loss"], order)
     torch.testing.assert_close(found["loss"], 1.0 + order)
     assert given["tokentype_ids"] is mask and "loss_mask" not in given
-    found = PredictMasked(has_segments=False, fuses_loss=True)(lambda *a, **k: (model(*a, **k)[0], None), batch)
+    found = TASK.forward(pretend(0, "fused"), lambda *a, **k: (model(*a, **k)[0], None), batch)
     assert set(found) == {"loss"} and given["tokentype_ids"] is None and given["loss_mask"] is mask
     nothing = {**batch, "loss_mask": torch.zeros_like(mask)}
-    assert PredictMasked(False, False)(lambda *a, **k: (model(*a, **k)[0], None), nothing)["loss"] == 0
+    assert TASK.forward(pretend(0, "off"), lambda *a, **k: (model(*a, **k)[0], None), nothing)["loss"] == 0

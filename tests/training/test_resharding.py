@@ -188,7 +188,7 @@ def test_kill_9_in_the_first_save_after_it_loses_nothing(data: Data, stopped: tu
 
 def test_states_on_nvme_are_refused_before_anything_changes() -> None:
     offloaded = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
-    run_of_nvme: Any = SimpleNamespace(deepspeed=offloaded)
+    engine: Any = SimpleNamespace(run=SimpleNamespace(deepspeed=offloaded))
     source: Any = SimpleNamespace(where="--load save/iter_0000003")
     with pytest.raises(ValueError, match='or is of another run, .* use "cpu" for zero_optimization.offload_optimizer'):
-        load_resharded(None, source, run_of_nvme)  # type: ignore[arg-type]
+        load_resharded(engine, source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from training_job import MaskedData
 
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.datasets import build_datasets, load_vocabulary
-from tempo_megatron.training.tasks.masked import FillInSpans, SpanTask, hide_padding
+from tempo_megatron.training.tasks.masked import SpanTask, hide_padding
 
 TASK = SpanTask()
 COUNT = 40
@@ -108,9 +109,8 @@ def test_the_step_hides_padding_and_the_future_and_averages_over_the_decoders_to
     batch = {"encoder_tokens": encoder, "decoder_tokens": decoder, "labels": decoder, "encoder_mask": encoder,
              "decoder_mask": decoder, "loss_mask": decoder.float()}  # fmt: skip
     given: list[Any] = []
-    found = FillInSpans(fuses_loss=False)(
-        lambda *a, **k: given.extend([*a, k]) or torch.tensor([[1.0, 3.0, 9.0]]), batch
-    )
+    run: Any = SimpleNamespace(tempo=SimpleNamespace(loss="off"))
+    found = TASK.forward(run, lambda *a, **k: given.extend([*a, k]) or torch.tensor([[1.0, 3.0, 9.0]]), batch)
     assert found == {"loss": torch.tensor(2.0)} and given[-1] == {"lm_labels": decoder}
     assert given[2].shape == (1, 1, 4, 4) and given[2][0, 0, 0].tolist() == [False, False, False, True]
     assert given[3][0, 0].tolist() == [[False, True, True], [False, False, True], [True, True, True]]

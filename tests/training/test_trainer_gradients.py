@@ -129,14 +129,13 @@ def _take_step(path: str, words: str) -> Any:
             parameters[name].data[box.index()] = draw_weight(name, cut.shape)[find_place(box)]
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     batches = [make_batch(family, sample) for sample in range(rank, 4, ranks)]
-    forward_step = TASKS[family].make_forward_step(run, torch.device("cpu"))
     engine.begin_step(4, len(batches))
     if piped:
-        Schedule(model, forward_step, run, None).run_step(batches, len(batches), lambda _: None)
+        Schedule(model, TASKS[family], run, None).run_step(batches, len(batches), lambda _: None)
         engine.step_after_schedule()
     else:
         for batch in batches:
-            engine.backward_and_step(forward_step(engine.deepspeed, batch)["loss"])
+            engine.backward_and_step(TASKS[family].forward(run, engine.deepspeed, batch)["loss"])
     # After one step Adam's first moment is a tenth of the gradient.
     state = engine.scheduler.optimizer.state
     gradients = {name: state[parameter]["exp_avg"] * 10 for name, parameter in parameters.items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +56,13 @@ class SavedState:
                 if self._stages.setdefault(fragment.name, stage) == stage:
                     self._fragments[tp_rank].setdefault(fragment.name, []).append((dp_rank, fragment))
 
-    def find_mismatch(
-        self, cuts: Mapping[str, Cut], names: set[str], tp: int, elsewhere: Collection[str] = ()
-    ) -> str | None:
+    def find_mismatch(self, cuts: Mapping[str, Cut], names: set[str], everywhere: set[str], tp: int) -> str | None:
         """Says in one sentence why a model of the parameters `names` and `cuts` cannot be read, or returns None.
 
-        `elsewhere` names the parameters that only other pipeline stages of the model have.
+        `everywhere` has the parameters of all pipeline stages.
         """
         theirs = self._fragments[0]
-        if other := names.union(elsewhere).symmetric_difference(theirs):
+        if other := everywhere.symmetric_difference(theirs):
             name = min(other)
             has, lacks = ("checkpoint", "model") if name in theirs else ("model", "checkpoint")
             return f"{self.where}: the {has} has {name}, the {lacks} has not; give another checkpoint"

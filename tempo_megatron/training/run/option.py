@@ -66,17 +66,13 @@ class Option:
     """Further ones of add_argument, and `names`: the argument's, if they are not the field's; () for switches alone."""
 
     @property
-    def shown_default(self) -> str:
-        """The default in words; empty for none and for a switch that is off."""
-        if self.default is None or isinstance(self.default, bool):
-            return "yes" if self.default else ""
-        return " ".join(map(str, self.default)) if isinstance(self.default, tuple) else str(self.default)
-
-    @property
     def text(self) -> str:
-        """The help, with the default where it does not say one."""
-        shows_default = self.shown_default and "default" not in self.help
-        return f"{self.help} (default {self.shown_default})" if shows_default else self.help
+        """The help, with the default where it does not say one; a switch that is off has none."""
+        default = self.default
+        if "default" in self.help or default is None or default is False:
+            return self.help
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else "yes" if default is True else default
+        return f"{self.help} (default {shown})"
 
     def add_to(self, group: Any, field: str) -> None:
         """Adds the argument of `field`, and the switches, to a group of a parser."""

@@ -14,7 +14,6 @@ more than fit into the decoder, Megatron's dataset fails; here those stay in the
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +33,6 @@ from tempo_megatron.training.tasks.task import (
     LOSS,
     Batch,
     Collate,
-    ForwardStep,
     Task,
     Vocabulary,
     average_losses,
@@ -91,8 +89,26 @@ class MaskedTask(Task):
     def make_collate(self, vocabulary: Vocabulary) -> Collate:
         return functools.partial(collate_masked, vocab_size=vocabulary.padded_size, pad=vocabulary.tokenizer.pad)
 
-    def make_forward_step(self, run: RunConfig, device: torch.device) -> PredictMasked:
-        return PredictMasked(has_segments=run.model.num_tokentypes > 0, fuses_loss=run.tempo.loss == "fused")
+    def run_model(self, run: RunConfig, model: Any, batch: Mapping[str, Tensor]) -> Any:
+        return model(
+            batch["tokens"],
+            batch["padding_mask"],
+            tokentype_ids=batch["tokentype_ids"] if run.model.num_tokentypes else None,
+            lm_labels=batch["labels"],
+            **({"loss_mask": batch["loss_mask"]} if run.tempo.loss == "fused" else {}),
+        )
+
+    def compute_losses(self, output: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the mean loss of the masked tokens, 0 if there are none; with a binary head also that of the order.
+
+        LOSS is their sum.
+        """
+        losses, order_logits = output
+        masked_loss = average_losses(losses, batch["loss_mask"])
+        if order_logits is None:
+            return {LOSS: masked_loss}
+        order_loss = F.cross_entropy(order_logits.view(-1, 2).float(), batch["is_swapped"])
+        return {LOSS: masked_loss + order_loss, "lm_loss": masked_loss, "sop_loss": order_loss}
 
 
 def _list_shared_settings(run: RunConfig, masking: Masking | SpanMasking, seed: int) -> dict[str, Any]:
@@ -164,39 +180,6 @@ def collate_masked(samples: Sequence[Mapping[str, Any]], vocab_size: int, pad: i
     batch["loss_mask"] = batch["loss_mask"].float()
     check_token_range(batch["tokens"], batch["labels"], vocab_size)
     return batch
-
-
-@dataclasses.dataclass(frozen=True)
-class PredictMasked(ForwardStep):
-    """The ForwardStep of BERT and RoBERTa.
-
-    With `has_segments` the model embeds the segment that a token belongs to. With `fuses_loss` it is a TempoBertModel,
-    which computes gradients in forward and so needs the mask.
-    """
-
-    has_segments: bool
-    fuses_loss: bool
-
-    def run_model(self, model: Any, batch: Mapping[str, Tensor]) -> Any:
-        return model(
-            batch["tokens"],
-            batch["padding_mask"],
-            tokentype_ids=batch["tokentype_ids"] if self.has_segments else None,
-            lm_labels=batch["labels"],
-            **({"loss_mask": batch["loss_mask"]} if self.fuses_loss else {}),
-        )
-
-    def compute_losses(self, output: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the mean loss of the masked tokens, 0 if there are none; with a binary head also that of the order.
-
-        LOSS is their sum.
-        """
-        losses, order_logits = output
-        masked_loss = average_losses(losses, batch["loss_mask"])
-        if order_logits is None:
-            return {LOSS: masked_loss}
-        order_loss = F.cross_entropy(order_logits.view(-1, 2).float(), batch["is_swapped"])
-        return {LOSS: masked_loss + order_loss, "lm_loss": masked_loss, "sop_loss": order_loss}
 
 
 class SentinelTokenizer:
@@ -271,8 +254,19 @@ class SpanTask(Task):
     def make_collate(self, vocabulary: Vocabulary) -> Collate:
         return functools.partial(collate_spans, vocab_size=vocabulary.padded_size, pad=vocabulary.tokenizer.pad)
 
-    def make_forward_step(self, run: RunConfig, device: torch.device) -> FillInSpans:
-        return FillInSpans(fuses_loss=run.tempo.loss == "fused")
+    def run_model(self, run: RunConfig, model: Any, batch: Mapping[str, Tensor]) -> Any:
+        encoder, decoder = batch["encoder_mask"], batch["decoder_mask"]
+        length = decoder.size(1)
+        future = torch.ones(length, length, dtype=torch.bool, device=decoder.device).triu(1)
+        return model(
+            batch["encoder_tokens"],
+            batch["decoder_tokens"],
+            hide_padding(encoder, encoder),
+            hide_padding(decoder, decoder) | future,
+            hide_padding(decoder, encoder),
+            lm_labels=batch["labels"],
+            **({"loss_mask": batch["loss_mask"]} if run.tempo.loss == "fused" else {}),
+        )
 
 
 def collate_spans(samples: Sequence[Mapping[str, Any]], vocab_size: int, pad: int) -> Batch:
@@ -294,28 +288,3 @@ def collate_spans(samples: Sequence[Mapping[str, Any]], vocab_size: int, pad: in
 def hide_padding(queries: Tensor, keys: Tensor) -> Tensor:
     """Returns [b, 1, q, k], True = hidden: where the query [b, q] or the key [b, k] fills a sample up (0)."""
     return ~((queries[:, :, None] > 0) & (keys[:, None, :] > 0)).unsqueeze(1)
-
-
-@dataclasses.dataclass(frozen=True)
-class FillInSpans(ForwardStep):
-    """The ForwardStep of T5; with `fuses_loss` of a TempoT5Model, which needs the mask as a TempoBertModel does."""
-
-    fuses_loss: bool
-
-    def run_model(self, model: Any, batch: Mapping[str, Tensor]) -> Any:
-        encoder, decoder = batch["encoder_mask"], batch["decoder_mask"]
-        length = decoder.size(1)
-        future = torch.ones(length, length, dtype=torch.bool, device=decoder.device).triu(1)
-        return model(
-            batch["encoder_tokens"],
-            batch["decoder_tokens"],
-            hide_padding(encoder, encoder),
-            hide_padding(decoder, decoder) | future,
-            hide_padding(decoder, encoder),
-            lm_labels=batch["labels"],
-            **({"loss_mask": batch["loss_mask"]} if self.fuses_loss else {}),
-        )
-
-    def compute_losses(self, output: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the loss averaged over the decoder's tokens."""
-        return {LOSS: average_losses(output, batch["loss_mask"])}

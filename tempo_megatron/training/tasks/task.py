@@ -1,4 +1,4 @@
-"""Defines a task: data, forward step and losses of a family of models, all that the trainer knows of a model.
+"""Defines a task: data, forward and losses of a family of models, all that the trainer knows of a model.
 
 GPT's is here: it predicts the next token, on megatron-core's GPTDataset.
 """
@@ -18,6 +18,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 
 from tempo_megatron.data.tokenizer_types import GPT2_BPE, HUGGING_FACE
+from tempo_megatron.models.build import hide_the_future
 from tempo_megatron.training.run.run_config import RunConfig
 
 Batch = dict[str, Tensor]
@@ -25,23 +26,7 @@ Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 """Makes one batch of samples of the dataset, on the CPU. A DataLoader's worker calls it."""
 
 LOSS = "loss"
-"""The loss that is trained; the others that a ForwardStep returns are parts of it, for the log."""
-
-
-class ForwardStep(abc.ABC):
-    """Computes the losses of a micro batch."""
-
-    @abc.abstractmethod
-    def run_model(self, model: Any, batch: Mapping[str, Tensor]) -> Any:
-        """Calls the model; returns its output. It may be a chunk of a pipeline, whose output is hidden states."""
-
-    @abc.abstractmethod
-    def compute_losses(self, output: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the losses of the whole model's output: float32 scalars by name, LOSS among them."""
-
-    def __call__(self, model: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the losses of a whole model."""
-        return self.compute_losses(self.run_model(model, batch), batch)
+"""The loss that is trained; the others that a Task returns are parts of it, for the log."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +53,7 @@ class Vocabulary:
 
 
 class Task(abc.ABC):
-    """Data, forward step and losses of one family of models."""
+    """Data, forward and losses of one family of models."""
 
     dataset_class: Any
     """A MegatronDataset, whose sample at an index depends on its configuration alone."""
@@ -91,7 +76,22 @@ class Task(abc.ABC):
     def make_collate(self, vocabulary: Vocabulary) -> Collate: ...
 
     @abc.abstractmethod
-    def make_forward_step(self, run: RunConfig, device: torch.device) -> ForwardStep: ...
+    def run_model(self, run: RunConfig, model: Any, batch: Mapping[str, Tensor]) -> Any:
+        """Calls the model; returns its output. It may be a chunk of a pipeline, whose output is hidden states.
+
+        A fused loss makes gradients in forward, and so needs `loss_mask`.
+        """
+
+    def compute_losses(self, output: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the losses of the whole model's output: float32 scalars by name, LOSS among them.
+
+        By default that is the loss averaged over the tokens that count; 0 if none does.
+        """
+        return {LOSS: average_losses(output, batch["loss_mask"])}
+
+    def forward(self, run: RunConfig, model: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the losses of a micro batch in a whole model."""
+        return self.compute_losses(self.run_model(run, model, batch), batch)
 
 
 def describe_share(prefix: str, run: RunConfig, part: str, share: int, documents: int) -> str:
@@ -156,8 +156,25 @@ class NextTokenTask(Task):
     def make_collate(self, vocabulary: Vocabulary) -> Collate:
         return functools.partial(collate_tokens, vocab_size=vocabulary.padded_size)
 
-    def make_forward_step(self, run: RunConfig, device: torch.device) -> PredictNextToken:
-        return PredictNextToken(run, device)
+    def run_model(self, run: RunConfig, model: Any, batch: Mapping[str, Tensor]) -> Any:
+        tokens = batch["tokens"]
+        # Tempo's attention needs no mask, and on a GPU Megatron's makes its own.
+        needs_mask = "off" in run.tempo.values_of("attention") and tokens.device.type == "cpu"
+        return model(
+            input_ids=tokens,
+            position_ids=_list_positions(tokens.size(1), tokens.device).expand_as(tokens),
+            attention_mask=_hide_the_future(tokens.size(1)) if needs_mask else None,
+            labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
+        )
+
+
+@functools.cache  # all micro batches share it
+def _list_positions(seq_length: int, device: torch.device) -> Tensor:
+    return torch.arange(seq_length, dtype=torch.int64, device=device).unsqueeze(0)
+
+
+_hide_the_future = functools.cache(hide_the_future)
 
 
 def collate_tokens(samples: Sequence[Mapping[str, Any]], vocab_size: int) -> Batch:
@@ -168,30 +185,3 @@ def collate_tokens(samples: Sequence[Mapping[str, Any]], vocab_size: int) -> Bat
     batch = {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask")}
     check_token_range(batch["tokens"], batch["labels"], vocab_size)
     return batch
-
-
-class PredictNextToken(ForwardStep):
-    """The ForwardStep of GPT; it makes once what all micro batches share. Tempo's attention needs no mask."""
-
-    def __init__(self, run: RunConfig, device: torch.device) -> None:
-        seq_length = run.model.seq_length
-        self.position_ids = torch.arange(seq_length, dtype=torch.int64, device=device).unsqueeze(0)
-        self.attention_mask: Tensor | None = None
-        if "off" in run.tempo.values_of("attention") and device.type == "cpu":
-            # Megatron makes its own causal mask on the literal device "cuda". True = hidden.
-            hidden = torch.ones(seq_length, seq_length, dtype=torch.bool, device=device).triu(1)
-            self.attention_mask = hidden.view(1, 1, seq_length, seq_length)
-
-    def run_model(self, model: Any, batch: Mapping[str, Tensor]) -> Any:
-        tokens = batch["tokens"]
-        return model(
-            input_ids=tokens,
-            position_ids=self.position_ids.expand_as(tokens),
-            attention_mask=self.attention_mask,
-            labels=batch["labels"],
-            loss_mask=batch["loss_mask"],
-        )
-
-    def compute_losses(self, output: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the loss averaged over the tokens that count; 0 if none does."""
-        return {LOSS: average_losses(output, batch["loss_mask"])}
