@@ -241,7 +241,7 @@ def build_model(
 
     Raises ValueError where a value that is not "auto" cannot be had.
     """
-    choices = tempo_config if isinstance(tempo_config, Choices) else choose(config, tempo_config)
+    choices = choose(config, tempo_config)
     common: dict[str, Any] = {
         "vocab_size": padded_vocab_size,
         "max_sequence_length": shape.max_position_embeddings,

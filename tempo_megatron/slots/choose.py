@@ -220,15 +220,18 @@ class Choices:
 
 
 def choose(
-    transformer_config: TransformerConfig, tempo_config: TempoConfig, obstacles: Obstacles = _NO_OBSTACLES
+    transformer_config: TransformerConfig, tempo_config: TempoConfig | Choices, obstacles: Obstacles = _NO_OBSTACLES
 ) -> Choices:
-    """`tempo_config` with a value in place of each "auto": the first of its preference that nothing refuses.
+    """`tempo_config` with a value in place of each "auto": the first of its preference that nothing refuses. Choices
+    that were made already stay.
 
     Call it once for each block of layers. The loss is what the configuration allows; whether a built model can have it
     is decided by `tempo_megatron.slots.loss.choose_loss`.
 
     Raises ValueError where a written value cannot be had, and where Megatron itself would fail later.
     """
+    if isinstance(tempo_config, Choices):
+        return tempo_config
     if tempo_config.is_off:
         off = tempo_config.fill_auto(dict.fromkeys(OPERATIONS, "off"))
         return Choices(config=off, written=tempo_config, reasons={})
@@ -249,15 +252,13 @@ def choose(
     return Choices(config=tempo_config.fill_auto(values), written=tempo_config, reasons=reasons)
 
 
-def choose_operation(
-    name: str, transformer_config: TransformerConfig, tempo_config: TempoConfig
-) -> tuple[str, str | None]:
-    """The value of one operation outside of the layers, and why it is not the first choice of "auto" (None if it is, or
-    if it was written).
+def choose_operation(name: str, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> str:
+    """The value of one operation outside of the layers.
 
     Raises ValueError where a written value cannot be had.
     """
     others: Any = dict.fromkeys(OPERATIONS.keys() - {name}, "off")
     layers = {key: {name: values[name]} for key, values in tempo_config.layers.items() if name in values}
     choices = choose(transformer_config, dataclasses.replace(tempo_config, **others, layers=layers))
-    return getattr(choices.config, name), choices.reasons.get(name)
+    value: str = getattr(choices.config, name)
+    return value

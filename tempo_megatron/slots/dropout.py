@@ -107,7 +107,7 @@ def tempoize_embedding(model: Any, tempo_config: TempoConfig) -> None:
     tempo_config.check_stacks(stacks, type(model).__name__)
     count_depths(getattr(getattr(model, "mtp", None), "layers", ()))
     embedding = getattr(model, "embedding", None)
-    if embedding is None or choose_operation("dropout", embedding.config, tempo_config)[0] == "off":
+    if embedding is None or choose_operation("dropout", embedding.config, tempo_config) == "off":
         return
     stock = embedding.embedding_dropout
     if not isinstance(stock, TempoEmbeddingDropout):

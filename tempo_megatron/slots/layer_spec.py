@@ -141,7 +141,8 @@ def tempoize(
         return _tempoize_prediction(prediction, transformer_config, tempo_config, obstacles or {})
     block = _make_block(spec, transformer_config, vp_stage)
     layer_specs = block.layer_specs or []
-    choices = _choose_for_layers(layer_specs, transformer_config, tempo_config, obstacles or {})
+    found = {**te.find_obstacles(layer_specs, transformer_config), **(obstacles or {})}
+    choices = choose(transformer_config, tempo_config, found)
     block.stack = _get_stack(layer_specs) if stack is None else stack
     block.first_layer = get_transformer_layer_offset(transformer_config, vp_stage)
     choices.written.check_layers(block.stack.name.lower(), transformer_config.num_layers)
@@ -179,17 +180,6 @@ def _fill_block(
     return made
 
 
-def _choose_for_layers(
-    layer_specs: list[ModuleSpec],
-    transformer_config: TransformerConfig,
-    tempo_config: TempoConfig | Choices,
-    obstacles: Obstacles,
-) -> Choices:
-    if isinstance(tempo_config, Choices):
-        return tempo_config
-    return choose(transformer_config, tempo_config, {**te.find_obstacles(layer_specs, transformer_config), **obstacles})
-
-
 def _tempoize_prediction(
     spec: MultiTokenPredictionBlockSubmodules,
     transformer_config: TransformerConfig,
@@ -204,7 +194,8 @@ def _tempoize_prediction(
     layers = spec.layer_specs or []
     inner_layers = [find_inner_layer(layer.submodules) for layer in layers]
     _make_block(TransformerBlockSubmodules(layer_specs=inner_layers), transformer_config, None)
-    choices = _choose_for_layers(inner_layers, transformer_config, tempo_config, obstacles)
+    found = {**te.find_obstacles(inner_layers, transformer_config), **obstacles}
+    choices = choose(transformer_config, tempo_config, found)
     config = dataclasses.replace(choices.config, layers={})
     values = _Values(transformer_config, config)
     copied = _Values(
@@ -263,12 +254,12 @@ def tempoize_hybrid(
             "mla_down_proj_fusion is on, by which HybridStack changes the spec of layers with latent attention; "
             "expected it off; leave Tempo off, or the fusion"
         )
-    found = dict(obstacles or {})
+    found = {**te.find_obstacles(stock, transformer_config), **(obstacles or {})}
     if hybrid.predicts_tokens(layer_pattern) and transformer_config.hidden_dropout > 0:
         # The embedding, whose dropout is drawn once, is called once more for each depth of prediction.
         reason = f"the layer pattern is {layer_pattern}, whose multi-token prediction embeds tokens again"
         found["dropout"] = Refusal(f"{reason}, so they would have the same dropout masks")
-    choices = _choose_for_layers(stock, transformer_config, tempo_config, found)
+    choices = choose(transformer_config, tempo_config, found)
     choices.written.check_layers("decoder", len(layers))
     # The stack's own norm, which no spec names. Without Transformer Engine no HybridStack can be built.
     block = TempoBlockSubmodules(layer_specs=stock, layer_norm=TENorm, stack=Stack.DECODER)

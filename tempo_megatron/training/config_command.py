@@ -14,7 +14,7 @@ from tempo_megatron.training.run.arguments import build_parser, complete_run, pa
 from tempo_megatron.training.run.checks import check_run
 from tempo_megatron.training.run.deepspeed_config import is_given, read_deepspeed_config
 from tempo_megatron.training.run.option import flatten, name_argument
-from tempo_megatron.training.run.resume import TAKEN, read_saved_run, read_settings
+from tempo_megatron.training.run.resume import TAKEN, read_saved_run
 from tempo_megatron.training.run.run_config import OPTIONS
 from tempo_megatron.words.argument_types import parse_positive
 
@@ -83,7 +83,7 @@ def _get_source(
         return f"--model {typed['model']}"
     if group == "model" and saved is None and "pretrained_checkpoint" in typed:
         return f"checkpoint {typed['pretrained_checkpoint']}"
-    stored = read_settings(saved) if saved is not None else {}
+    stored = {} if saved is None else saved["settings"]
     if group == "tempo":
         block = config.get("tempo", {})
         if saved is not None and block.get(key) == stored["deepspeed"].get("tempo", {}).get(key):

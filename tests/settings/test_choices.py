@@ -150,7 +150,7 @@ def test_in_fp8_nothing_is_refused_but_what_reckons_with_a_layers_linears():
 
 def test_one_operation_is_chosen_whatever_the_others_ask_for():
     config = config_with(**SWIGLU)
-    assert choose_operation("norm", config, TempoConfig(activation="inplace")) == ("inplace", None)
+    assert choose_operation("norm", config, TempoConfig(activation="inplace")) == "inplace"
     with pytest.raises(ValueError, match="activation is swiglu"):
         choose_operation("activation", config, TempoConfig(activation="inplace"))
     with pytest.raises(ValueError, match=r'activation is swiglu.*; set tempo.layers\["0"\].activation to'):

@@ -28,7 +28,6 @@ from tempo_megatron.training.run.resume import (
     check_given_model,
     join_tempo,
     read_pretrained,
-    read_settings,
     take_from_checkpoint,
 )
 from tempo_megatron.training.run.run_config import (
@@ -176,13 +175,12 @@ def complete_run(
 
     Raises ValueError if something without a default is missing, or if two sources contradict each other.
     """
-    settings, with_tempo = {}, deepspeed
+    with_tempo = deepspeed
     if saved:
-        settings = read_settings(saved)
         args = argparse.Namespace(**{**vars(args), **take_from_checkpoint(args, deepspeed, saved)})
-        with_tempo = join_tempo(args, deepspeed, settings)
+        with_tempo = join_tempo(args, deepspeed, saved["settings"])
     pretrained = read_pretrained(args.pretrained_checkpoint, args.family) if saved is None else None
-    given = {**vars(args), "model": _complete_model(args, settings, saved, pretrained)}
+    given = {**vars(args), "model": _complete_model(args, saved, pretrained)}
     if given["bias_gelu_fusion"] is None:
         gelu_form = (pretrained or {}).get("gelu_form")
         if pretrained is None and args.model and is_config(args.model):
@@ -248,13 +246,10 @@ def _complete(name: str, value: Any, args: argparse.Namespace, deepspeed: Mappin
 
 
 def _complete_model(
-    args: argparse.Namespace,
-    settings: Mapping[str, Any],
-    saved: Mapping[str, Any] | None,
-    pretrained: Mapping[str, Any] | None,
+    args: argparse.Namespace, saved: Mapping[str, Any] | None, pretrained: Mapping[str, Any] | None
 ) -> ModelShape:
     """Makes the model of what was given and, for the rest, of what the checkpoint has."""
-    stored = settings.get("model", {})
+    stored = saved["settings"]["model"] if saved else {}
     if pretrained:
         stored = {name: pretrained[name] for name in NAMES if name in pretrained}
     if args.family == "bert":

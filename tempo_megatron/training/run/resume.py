@@ -68,9 +68,10 @@ _DATA_FIELDS = ("seq_length", "global_batch_size", "rampup_batch_size", "seed", 
 def read_saved_run(args: argparse.Namespace, damaged: Mapping[str, str] | None = None) -> dict[str, Any] | None:
     """Reads the description of the newest whole checkpoint in --load.
 
-    It adds "checkpoint" (the name), "named" (whether the file `latest` exists) and "passed_over" (the newer checkpoints
-    that are not whole, name -> reason), which begins with `damaged`. It returns None without --load, or if --load is
-    --save and still empty. It does not read the contents of files: `find_damage` does.
+    It completes "settings", the fields of the RunConfig that saved it, and adds "checkpoint" (the name), "named"
+    (whether the file `latest` exists) and "passed_over" (the newer checkpoints that are not whole, name -> reason),
+    which begins with `damaged`. It returns None without --load, or if --load is --save and still empty. It does not
+    read the contents of files: `find_damage` does.
 
     Raises ValueError if no checkpoint is whole, or the newest whole one is not of this trainer's format.
     """
@@ -99,8 +100,9 @@ def read_saved_run(args: argparse.Namespace, damaged: Mapping[str, str] | None =
                 f"--load {args.load} holds a model that was imported, and no run to go on with; give the folder as "
                 "--pretrained-checkpoint, and another one as --save"
             )
+        described = complete_description(saved)
         found = {"checkpoint": candidate, "named": folder.is_named(), "passed_over": passed_over}
-        return {**complete_description(saved), **found}
+        return {**described, "settings": _complete_settings(described), **found}
     reasons = "; ".join(passed_over.values())
     raise ValueError(f"--load {args.load} holds no checkpoint that is whole: {reasons}; give another folder")
 
@@ -126,8 +128,7 @@ def read_pretrained(path: str | None, family: str) -> dict[str, Any] | None:
     return {**saved, "checkpoint": name}
 
 
-def read_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of the RunConfig that saved a checkpoint, in the types of JSON."""
+def _complete_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     model = {name: saved[name] for name in NAMES if name in saved}
     # Operations that did not exist when it was saved have their defaults.
     tempo = {**dataclasses.asdict(TempoConfig()), **saved["settings"]["tempo"]}
@@ -144,7 +145,7 @@ def take_from_checkpoint(
     Raises ValueError if the command line has another schedule than the checkpoint, if added steps would have a learning
     rate of 0, or if the checkpoint is beyond --train-iters.
     """
-    settings = read_settings(saved)
+    settings = saved["settings"]
     masking = settings.get("masking") or {}
     stored = {**settings, **{name: masking[name] for name in _MASKING if name in masking}}
     stored |= {name: settings.get("precision") == name for name in ("bf16", "fp16")}
@@ -157,7 +158,7 @@ def take_from_checkpoint(
     if args.override_opt_param_scheduler:
         taken = {name: value for name, value in taken.items() if name not in SCHEDULE}
     else:
-        _check_schedule(args, {**given, **taken}, saved, settings)
+        _check_schedule(args, {**given, **taken}, saved)
     train_iters = {**given, **taken}.get("train_iters")
     if train_iters is not None and train_iters < saved["iteration"]:
         raise ValueError(
@@ -180,9 +181,8 @@ def _list_decided(given: Mapping[str, Any], config: Mapping[str, Any], settings:
     return decided
 
 
-def _check_schedule(
-    args: argparse.Namespace, values: Mapping[str, Any], saved: Mapping[str, Any], settings: Mapping[str, Any]
-) -> None:
+def _check_schedule(args: argparse.Namespace, values: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    settings = saved["settings"]
     for name in SCHEDULE:
         ours, theirs = values[name], settings.get(name)
         if ours != theirs:
@@ -245,7 +245,7 @@ def join_tempo(args: argparse.Namespace, config: Mapping[str, Any], settings: Ma
 
 def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[str]:
     """Yields a line about the settings, as the user gave them, that differ from the checkpoint's, if there are any."""
-    stored = read_settings(saved)
+    stored = saved["settings"]
 
     def pick(fields: Mapping[str, Any]) -> dict[str, Any]:
         picked = {name: fields[name] for name in ("model", *MAY_CHANGE) if name in stored}
