@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from tempo_megatron.settings.config import TempoConfig
     from tempo_megatron.slots.dropout import tempoize_embedding
     from tempo_megatron.slots.dropout_rng import set_micro_batch
-    from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize, tempoize_hybrid
+    from tempo_megatron.slots.hybrid import tempoize_hybrid
+    from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
     from tempo_megatron.slots.loss import (
         TempoBertModel,
         TempoGPTModel,
@@ -76,7 +77,7 @@ _HOMES = {
     "tempo_block_spec": "slots.layer_spec",
     "tempoize": "slots.layer_spec",
     "tempoize_embedding": "slots.dropout",
-    "tempoize_hybrid": "slots.layer_spec",
+    "tempoize_hybrid": "slots.hybrid",
     "tempoize_loss": "slots.loss",
     "use_cpu": "cpu",
 }

@@ -28,7 +28,8 @@ from tempo_megatron.slots.choose import Obstacles, Refusal
 from tempo_megatron.slots.context_parallel import count_ranks_of_rows
 from tempo_megatron.slots.dropout import tempoize_embedding
 from tempo_megatron.slots.dropout_rng import list_dropouts
-from tempo_megatron.slots.layer_spec import tempoize, tempoize_hybrid
+from tempo_megatron.slots.hybrid import tempoize_hybrid
+from tempo_megatron.slots.layer_spec import tempoize
 from tempo_megatron.slots.loss import choose_loss, tempoize_loss
 from tempo_megatron.slots.megatron_versions import find_version, has_cuda_graphs, is_since
 from tempo_megatron.slots.offload import Offloading, count_in_flight

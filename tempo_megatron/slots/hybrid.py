@@ -16,13 +16,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.block_slots import TempoBlockSubmodules
+from tempo_megatron.slots.choose import Obstacles, Refusal, choose
+from tempo_megatron.slots.dropout_rng import Stack
+from tempo_megatron.slots.layer_spec import fill_block
 from tempo_megatron.slots.linear import name_as_stock
-from tempo_megatron.slots.slot_content import find_submodules
+from tempo_megatron.slots.slot_content import find_class, find_submodules
 
 # Symbol of a layer -> (its field in HybridStackSubmodules, the field of the layer by which it is counted).
 _ATTENTION, _MLP, _MAMBA = "self_attention", "mlp", "mixer"
@@ -35,33 +42,73 @@ _KINDS = {
     "-": ("mlp_layer", _MLP),
     "E": ("moe_layer", _MLP),
 }
+# Stands in front of the layers of multi-token prediction.
+_PREDICTION = "/"
 
 
-class PatternLayer(NamedTuple):
-    """A layer of a pattern: the field of HybridStackSubmodules that says what it is, and its number in the keys of
-    dropout masks, from 1."""
+def tempoize_hybrid(
+    spec: ModuleSpec,
+    transformer_config: TransformerConfig,
+    tempo_config: TempoConfig,
+    layer_pattern: str | None,
+    *,
+    obstacles: Obstacles | None = None,
+) -> ModuleSpec:
+    """`spec` of a HybridStack with Tempo's modules in the layers of `layer_pattern`, and a final norm of Tempo's.
 
-    spec: str
-    mask_layer: int
+    Args:
+        spec: such as Megatron's `hybrid_stack_spec`, which is not changed.
+        transformer_config, tempo_config, obstacles: as of `tempoize`. `layers` are numbered over the pattern, where
+            each symbol is a layer, as in checkpoint keys.
+        layer_pattern: HybridModel's `hybrid_layer_pattern`, with pipeline stages and multi-token prediction.
 
+    Returns:
+        The spec for HybridModel. Its `params["block"]` is a TempoBlockSubmodules of all layers, for `report_on`. Layers
+        of multi-token prediction stay stock.
 
-def is_hybrid(spec: Any) -> bool:
-    """Whether a spec is that of a HybridStack (megatron-core 0.18 and newer)."""
+    Raises ValueError as `tempoize`, and where there is no pattern or it has an unknown symbol.
+    """
+    # Of megatron-core 0.18 and newer.
     module = sys.modules.get("megatron.core.models.hybrid.hybrid_block")
-    return module is not None and isinstance(find_submodules(spec), module.HybridStackSubmodules)
+    if module is None or not isinstance(find_submodules(spec), module.HybridStackSubmodules):
+        raise ValueError(
+            f"the spec is one of {getattr(find_class(spec), '__name__', spec)}; expected that of a HybridStack; give "
+            "the specs of other models to tempoize"
+        )
+    if layer_pattern is None:
+        raise ValueError(
+            "the model has no hybrid_layer_pattern, by which layers and their dropout masks are numbered; expected "
+            "one; write --hybrid-layer-pattern in place of the ratios"
+        )
+    layers = _list_layers(layer_pattern)
+    kinds = tuple(dict.fromkeys(kind for kind, _ in layers))
+    stock: list[Any] = [getattr(spec.submodules, kind) for kind, _ in layers]
+    if "mla_layer" in kinds and getattr(transformer_config, "mla_down_proj_fusion", False):
+        raise ValueError(
+            "mla_down_proj_fusion is on, by which HybridStack changes the spec of layers with latent attention; "
+            "expected it off; leave Tempo off, or the fusion"
+        )
+    found = {**te.find_obstacles(stock, transformer_config), **(obstacles or {})}
+    if _PREDICTION in layer_pattern and transformer_config.hidden_dropout > 0:
+        # The embedding, whose dropout is drawn once, is called once more for each depth of prediction.
+        reason = f"the layer pattern is {layer_pattern}, whose multi-token prediction embeds tokens again"
+        found["dropout"] = Refusal(f"{reason}, so they would have the same dropout masks")
+    choices = choose(transformer_config, tempo_config, found)
+    choices.written.check_layers("decoder", len(layers))
+    # The stack's own norm, which no spec names. Without Transformer Engine no HybridStack can be built.
+    block = TempoBlockSubmodules(layer_specs=stock, layer_norm=TENorm, stack=Stack.DECODER)
+    made = fill_block(block, transformer_config, choices, [mask_layer for _, mask_layer in layers])
+    # The submodules stay stock's: layers of multi-token prediction, which Megatron builds from them too, are left.
+    return ModuleSpec(_make_stack_class(spec.module), {**spec.params, "block": made, "kinds": kinds}, spec.submodules)
 
 
-def predicts_tokens(layer_pattern: str) -> bool:
-    """Whether a pattern has layers of multi-token prediction."""
-    return "/" in layer_pattern
-
-
-def list_layers(layer_pattern: str) -> list[PatternLayer]:
-    """The layers of a pattern, in order, over all pipeline stages; those of multi-token prediction are left out.
+def _list_layers(layer_pattern: str) -> list[tuple[str, int]]:
+    """The layers of a pattern, in order, over all pipeline stages; those of multi-token prediction are left out. Of
+    each its field in HybridStackSubmodules, and its number in the keys of dropout masks, from 1.
 
     Raises ValueError where the pattern has a symbol that is not one of Megatron's.
     """
-    symbols = layer_pattern.partition("/")[0].replace("|", "")
+    symbols = layer_pattern.partition(_PREDICTION)[0].replace("|", "")
     if unknown := sorted(set(symbols) - set(_KINDS)):
         raise ValueError(
             f"the layer pattern is {layer_pattern}, which has {' '.join(unknown)}; expected symbols of "
@@ -70,19 +117,10 @@ def list_layers(layer_pattern: str) -> list[PatternLayer]:
     counts = dict.fromkeys((_ATTENTION, _MLP, _MAMBA), 0)
     layers = []
     for symbol in symbols:
-        spec, counted = _KINDS[symbol]
+        kind, counted = _KINDS[symbol]
         counts[counted] += 1
-        layers.append(PatternLayer(spec, counts[counted]))
+        layers.append((kind, counts[counted]))
     return layers
-
-
-def make_stack_spec(spec: ModuleSpec, block: TempoBlockSubmodules, layers: list[PatternLayer]) -> ModuleSpec:
-    """`spec` of a HybridStack whose layers and final norm are those of `block`, one for each layer of the pattern.
-
-    The submodules stay stock's: layers of multi-token prediction, which Megatron builds from them too, are left.
-    """
-    kinds = tuple(dict.fromkeys(layer.spec for layer in layers))
-    return ModuleSpec(_make_stack_class(spec.module), {**spec.params, "block": block, "kinds": kinds}, spec.submodules)
 
 
 class _LayerOfPattern:

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 from typing import Any
 
-from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -32,7 +31,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import OPERATIONS, keeps_copies
-from tempo_megatron.slots import hybrid
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import (
     CAUSAL,
@@ -52,7 +50,7 @@ from tempo_megatron.slots.block_slots import (
     find_inner_name,
     list_slots,
 )
-from tempo_megatron.slots.choose import Choices, Obstacles, Refusal, choose
+from tempo_megatron.slots.choose import Choices, Obstacles, choose
 from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Site, Stack
 from tempo_megatron.slots.experts import TempoRoutedMoELayer, is_mixture, replace_experts
@@ -146,10 +144,10 @@ def tempoize(
     block.stack = _get_stack(layer_specs) if stack is None else stack
     block.first_layer = get_transformer_layer_offset(transformer_config, vp_stage)
     choices.written.check_layers(block.stack.name.lower(), transformer_config.num_layers)
-    return _fill_block(block, transformer_config, choices)
+    return fill_block(block, transformer_config, choices)
 
 
-def _fill_block(
+def fill_block(
     block: TempoBlockSubmodules,
     transformer_config: TransformerConfig,
     choices: Choices,
@@ -213,58 +211,6 @@ def _tempoize_prediction(
         }
         made.append(change_slot(layer, **changes))
     return TempoPredictionSubmodules(layer_specs=made, choices=choices)
-
-
-def tempoize_hybrid(
-    spec: ModuleSpec,
-    transformer_config: TransformerConfig,
-    tempo_config: TempoConfig,
-    layer_pattern: str | None,
-    *,
-    obstacles: Obstacles | None = None,
-) -> ModuleSpec:
-    """`spec` of a HybridStack with Tempo's modules in the layers of `layer_pattern`, and a final norm of Tempo's.
-
-    Args:
-        spec: such as Megatron's `hybrid_stack_spec`, which is not changed.
-        transformer_config, tempo_config, obstacles: as of `tempoize`. `layers` are numbered over the pattern, where
-            each symbol is a layer, as in checkpoint keys.
-        layer_pattern: HybridModel's `hybrid_layer_pattern`, with pipeline stages and multi-token prediction.
-
-    Returns:
-        The spec for HybridModel. Its `params["block"]` is a TempoBlockSubmodules of all layers, for `report_on`. Layers
-        of multi-token prediction stay stock. slots/hybrid.py says which masks are drawn.
-
-    Raises ValueError as `tempoize`, and where there is no pattern or it has an unknown symbol.
-    """
-    if not hybrid.is_hybrid(spec):
-        raise ValueError(
-            f"the spec is one of {getattr(find_class(spec), '__name__', spec)}; expected that of a HybridStack; give "
-            "the specs of other models to tempoize"
-        )
-    if layer_pattern is None:
-        raise ValueError(
-            "the model has no hybrid_layer_pattern, by which layers and their dropout masks are numbered; expected "
-            "one; write --hybrid-layer-pattern in place of the ratios"
-        )
-    layers = hybrid.list_layers(layer_pattern)
-    stock: list[Any] = [getattr(spec.submodules, layer.spec) for layer in layers]
-    if "mla_layer" in {layer.spec for layer in layers} and getattr(transformer_config, "mla_down_proj_fusion", False):
-        raise ValueError(
-            "mla_down_proj_fusion is on, by which HybridStack changes the spec of layers with latent attention; "
-            "expected it off; leave Tempo off, or the fusion"
-        )
-    found = {**te.find_obstacles(stock, transformer_config), **(obstacles or {})}
-    if hybrid.predicts_tokens(layer_pattern) and transformer_config.hidden_dropout > 0:
-        # The embedding, whose dropout is drawn once, is called once more for each depth of prediction.
-        reason = f"the layer pattern is {layer_pattern}, whose multi-token prediction embeds tokens again"
-        found["dropout"] = Refusal(f"{reason}, so they would have the same dropout masks")
-    choices = choose(transformer_config, tempo_config, found)
-    choices.written.check_layers("decoder", len(layers))
-    # The stack's own norm, which no spec names. Without Transformer Engine no HybridStack can be built.
-    block = TempoBlockSubmodules(layer_specs=stock, layer_norm=TENorm, stack=Stack.DECODER)
-    made = _fill_block(block, transformer_config, choices, [layer.mask_layer for layer in layers])
-    return hybrid.make_stack_spec(spec, made, layers)
 
 
 def _refuse_other_values(block: TempoBlockSubmodules, tempo_config: TempoConfig) -> None:
