@@ -27,7 +27,7 @@ from tempo_megatron.training.checkpoint_files.folder import LATEST
 from tempo_megatron.training.run.deepspeed_config import offloads_optimizer
 from tempo_megatron.training.run.resume import describe_changes
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.settle import Start, identify_data
+from tempo_megatron.training.settle import Start
 from tempo_megatron.training.tasks.datasets import build_datasets
 from tempo_megatron.words.deepspeed_json import find_unknown_keys
 
@@ -55,7 +55,7 @@ class Job:
             zero_stage=self.engine.zero_stage,
             optimizer=self.engine.optimizer_name,
             gelu_form=model.get_gelu_form(run.model, start.transformer_config),
-            **identify_data(run, start.vocabulary.tokenizer),
+            **start.identity,
         )
         self.checkpoints = checkpoint.Checkpoints(
             self.engine, start.settings, self.description, self.datasets.sample_parts

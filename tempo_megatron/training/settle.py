@@ -49,6 +49,8 @@ class Start:
 
     task: Task
     vocabulary: Vocabulary
+    identity: Mapping[str, Any]
+    """Of the data and its tokenizer: by it a run knows them again."""
     device: torch.device
     save_folder: CheckpointFolder | None
     """The folder of --save, which no other run can write to."""
@@ -89,6 +91,7 @@ def settle(
     return dataclasses.replace(run, tempo=choices.config), Start(
         task=task,
         vocabulary=vocabulary,
+        identity=_identify_data(run, vocabulary.tokenizer),
         device=device,
         save_folder=save_folder,
         settings=settings,
@@ -227,7 +230,7 @@ _BLOCK = 1 << 16
 _BLOCKS = 64
 
 
-def identify_data(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
+def _identify_data(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
     """Returns share and checksum of each data set, and the tokenizer's checksum; rank 0 reads, all ranks call it."""
     identity: list[Any] = [None]
     if dist.get_rank() == 0:
