@@ -41,15 +41,14 @@ def use_fake_tensors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def simulate_layout(tensor_model_parallel_size: int, data_parallel_size: int = 1) -> Iterator[None]:
-    """Model parallelism initialised as rank 0 of these sizes; undone at the end.
+def simulate_layout(tensor_model_parallel_size: int) -> Iterator[None]:
+    """Model parallelism initialised as rank 0 of this size; undone at the end.
 
     Raises ValueError where torch.distributed is already initialised: a real layout is there to be measured.
     """
     if torch.distributed.is_initialized():
         raise ValueError("torch.distributed is already initialised; measure in the real layout instead")
-    world_size = tensor_model_parallel_size * data_parallel_size
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=tensor_model_parallel_size)
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor_model_parallel_size, create_gloo_process_groups=False
@@ -58,11 +57,6 @@ def simulate_layout(tensor_model_parallel_size: int, data_parallel_size: int = 1
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
-
-
-def set_global_buffer(buffer: Any) -> None:
-    """Let Megatron use this global memory buffer until its model parallelism ends; its own setter takes none."""
-    parallel_state._GLOBAL_MEMORY_BUFFER = buffer
 
 
 @contextlib.contextmanager

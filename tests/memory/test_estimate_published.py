@@ -158,7 +158,7 @@ def test_layers_that_float8_leaves_out_are_those_of_bf16() -> None:
     )
     assert plain.kept_bytes > both.kept_bytes and both.float8_weights > plain.float8_weights == 0
     assert 2 * mixed.kept_bytes == plain.kept_bytes + both.kept_bytes
-    assert [each.float8_others for each in mixed.layer_parameters] == [0, mixed.float8_weights]
+    assert [each[False, True] for each in mixed.layers] == [0, mixed.float8_weights]
     assert 2 * mixed.float8_weights == both.float8_weights
 
 

@@ -83,7 +83,9 @@ class CachingAllocator:
         for neighbour in (block.previous, block.next):
             if neighbour is None or not neighbour.is_free:
                 continue
-            self._remove(neighbour)
+            neighbour.is_free = False
+            free = self._free[neighbour.is_small]
+            del free[bisect.bisect_left(free, (neighbour.size, neighbour.address))]
             first, second = (neighbour, block) if neighbour is block.previous else (block, neighbour)
             first.size, first.next = first.size + second.size, second.next
             if second.next is not None:
@@ -114,11 +116,6 @@ class CachingAllocator:
         assert block.address is not None
         block.is_free = True
         bisect.insort(self._free[block.is_small], (block.size, block.address, block))
-
-    def _remove(self, block: Block) -> None:
-        block.is_free = False
-        free = self._free[block.is_small]
-        del free[bisect.bisect_left(free, (block.size, block.address))]
 
 
 def round_up(num_bytes: int, multiple: int) -> int:

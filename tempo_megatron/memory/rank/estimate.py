@@ -154,7 +154,7 @@ def _estimate_stage(run: Run, stage: int, *, simulates_allocator: bool) -> RankE
     ends = {
         found.moment: running,
         "reduction of the gradients": stays
-        | {"gradients": standing.reduction, "micro batches": chunks[-1].micro_batch_bytes},
+        | {"gradients": standing.reduction, "micro batches": sum(chunks[-1].batch_bytes)},
         "optimizer step": at_rest | {"gradients": gradients, "transients": standing.step_transient},
     }
     moment = max(ends, key=lambda each: sum(ends[each].values()))
@@ -183,7 +183,9 @@ def _list_standing(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool
         return list_megatrons(run, chunks, sharing)
     sizes = [each.size for chunk in chunks for each in chunk.parameters]
     if optimizer.kind == "deepspeed":
-        largest = max(chunk.largest_layer_parameters for chunk in chunks)
+        # Of a layer, the embedding or the output layer: what ZeRO-3 gathers at once at least.
+        owned = (of.total() for chunk in chunks for owner, of in chunk.elements.items() if owner is not None)
+        largest = max(owned, default=0)
         return list_zeros(sizes, run.dtype, optimizer, ranks=ranks, largest=largest, accumulates=accumulates)
     # Without an optimizer gradients stay where micro batches add to them.
     parts = ["weights", "gradients"] if accumulates else ["weights"]

@@ -99,7 +99,7 @@ def list_library_tensors(run: Run, stage: int, chunks: Sequence[ChunkMemory]) ->
     # keeps one for each shape and dtype (transformer_engine/pytorch/module/base.py:134-148 of 2.20), which Megatron's
     # linears take too (core/tensor_parallel/layers.py: get_dummy_wgrad).
     if run.gpu is not None and run.fuses_gradient_accumulation:
-        for shape in sorted(frozenset().union(*(chunk.linear_shapes for chunk in chunks))):
+        for shape in sorted({each.shape for chunk in chunks for each in chunk.parameters if each.is_factor}):
             yield Tensor("placeholder gradients", math.prod(shape) * run.dtype.itemsize)
 
 

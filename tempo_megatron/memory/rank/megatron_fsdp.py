@@ -24,7 +24,7 @@ import torch
 
 from tempo_megatron.memory.rank.standing import FLOAT32, Born, Buckets, Standing, Tensor
 from tempo_megatron.memory.run import MegatronFsdp
-from tempo_megatron.memory.simulated.chunk_memory import EMBEDDING, HEAD, LAYERS, ChunkMemory, LayerParameters, Segment
+from tempo_megatron.memory.simulated.chunk_memory import EMBEDDING, HEAD, LAYERS, ChunkMemory, Elements, Segment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ShardedChunk(Buckets):
 
         A unit is its layer's place; None is what is outside the units.
         """
-        layers, place = self.memory.layer_parameters, segment.num_before
+        layers, place = self.memory.layers, segment.num_before
         units = range(len(layers))
         ahead: Sequence[int] = ()
         if segment.part == LAYERS:
@@ -81,7 +81,7 @@ class ShardedChunk(Buckets):
         if not segment.is_backward:
             return found
         done = units[len(layers) - {HEAD: 0, LAYERS: place + 1, EMBEDDING: len(layers)}[segment.part] :]
-        waiting = max(0, segment.num_gradients - sum(layers[unit].total for unit in done)) * (self.ranks > 1)
+        waiting = max(0, segment.num_gradients - sum(layers[unit].total() for unit in done)) * (self.ranks > 1)
         of_weight, of_float8 = (
             self.fsdp.communicated_bytes or self._get_gradient_bytes(is_float8) for is_float8 in (False, True)
         )
@@ -98,15 +98,13 @@ class ShardedChunk(Buckets):
 
     def _list_groups(self) -> Iterator[tuple[int, int, bool]]:
         """Elements of the weights that are one buffer, ranks that share them, and whether they are in float8."""
-        layers = self.memory.layer_parameters
-        yield self.memory.num_parameters - sum(each.total for each in layers), self.ranks, False
+        layers = self.memory.layers
+        yield self.memory.num_parameters - sum(each.total() for each in layers), self.ranks, False
         for each in layers:
-            for size, float8, ranks in (
-                (each.others, each.float8_others, self.ranks),
-                (each.experts, each.float8_experts, self.expert_ranks),
-            ):
-                yield size - float8 * self.has_float8, ranks, False
-                yield float8 * self.has_float8, ranks, True
+            for is_expert, ranks in ((False, self.ranks), (True, self.expert_ranks)):
+                float8 = each[is_expert, True] * self.has_float8
+                yield each[is_expert, False] + each[is_expert, True] - float8, ranks, False
+                yield float8, ranks, True
 
     def _count_outside(self) -> int:
         """Bytes of the weights outside the units where they are gathered."""
@@ -119,15 +117,15 @@ class ShardedChunk(Buckets):
         for place, unit in enumerate(units):
             if elements >= self.fsdp.unit_elements // 2:
                 break
-            size, float8 = self._count_shared(self.memory.layer_parameters[unit])
+            size, float8 = self._count_shared(self.memory.layers[unit])
             elements += size if place else 0
             yield unit, size * self.dtype.itemsize - float8 * (self.dtype.itemsize - 1)
 
-    def _count_shared(self, layer: LayerParameters) -> tuple[int, int]:
+    def _count_shared(self, layer: Elements) -> tuple[int, int]:
         """Elements that other ranks share, so that they are gathered, and those of them that are in float8."""
         shares, shares_experts = self.ranks > 1, self.expert_ranks > 1
-        float8 = layer.float8_others * shares + layer.float8_experts * shares_experts
-        return layer.others * shares + layer.experts * shares_experts, float8 * self.has_float8
+        others, float8 = (layer[False, each] * shares + layer[True, each] * shares_experts for each in (False, True))
+        return others + float8, float8 * self.has_float8
 
     def _get_gradient_bytes(self, is_float8: bool) -> int:
         return self.fsdp.gradient_bytes or (2 if is_float8 else self.dtype.itemsize)

@@ -239,7 +239,7 @@ class Step:
         others = [each for each in self._in_flight.values() if each is not micro_batch and each not in beside]
         # Its own segment has not counted what it made and freed yet.
         activations = sum(sum(each.standing.values()) for each in others)
-        of_batches = sum(each.memory.micro_batch_bytes + _sum(each.mask) for each in [micro_batch, *others])
+        of_batches = sum(sum(each.memory.batch_bytes) + _sum(each.mask) for each in [micro_batch, *others])
         inputs = sum(map(_sum, (self._of_schedule, *self._of_chunks.values())))
         own = num_bytes - self._others - activations - of_batches - inputs - held - self._workspace_bytes
         # Below 0 where the workspaces take less than the segment has freed of its part.

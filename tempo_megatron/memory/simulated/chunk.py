@@ -22,11 +22,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
 from tempo_kernels.gelu import make_tables
-from tempo_megatron.memory.fake_tensors import set_global_buffer, use_fake_tensors
+from tempo_megatron.memory.fake_tensors import use_fake_tensors
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk_memory import (
     EMBEDDING,
@@ -46,7 +47,7 @@ from tempo_megatron.memory.simulated.chunk_model import (
     simulate_rank,
 )
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device
-from tempo_megatron.memory.simulated.experts import find_stacked_parameters
+from tempo_megatron.memory.simulated.experts import LocalExperts
 from tempo_megatron.memory.simulated.float8 import list_float8_weights
 from tempo_megatron.memory.tape.follower import Follower, count_storage_bytes, list_storages
 from tempo_megatron.memory.tape.rows import divide_by_layer
@@ -269,7 +270,8 @@ class _Chunk(ChunkModel):
         # (pytorch/attention/dot_product_attention/backends.py:574); embedding and loss head are Megatron's.
         has_engine = self._run.stock == "transformer_engine"
         self._buffer = LastingBuffer(seen, lambda: not has_engine or self._begins[-1][0][0] != LAYERS)
-        set_global_buffer(self._buffer)
+        # Until model parallelism ends; Megatron's own setter takes no buffer.
+        parallel_state._GLOBAL_MEMORY_BUFFER = self._buffer
         self._add_marks()
         with seen, on_device(self._run.stock, seen, self._run):
             self._run_micro_batch(batch)
@@ -366,7 +368,10 @@ class _Chunk(ChunkModel):
 
     def _list_parameters(self) -> Iterator[Parameter]:
         """Each parameter of the whole chunk, in the order of the modules."""
-        model, stacked = self.model, find_stacked_parameters(self.model)
+        model = self.model
+        experts = [module for module in model.modules() if isinstance(module, LocalExperts)]
+        # Of several experts in one. Other ranks share their states than those of the rest.
+        stacked = {id(parameter): parameter for module in experts for parameter in module.parameters()}
         ends = {EMBEDDING: getattr(model, "embedding", None), HEAD: getattr(model, "output_layer", None)}
         owners = {id(p): name for name, end in ends.items() if end is not None for p in end.parameters()}
         words = getattr(ends[EMBEDDING], "word_embeddings", None), ends[HEAD]

@@ -21,6 +21,8 @@ PARTS = (EMBEDDING, LAYERS, HEAD)
 Key = tuple[str, int | None, bool]
 """Whose operations run: the part, the layer's place, and whether it is backward."""
 Block = tuple[Key, Sequence[Event]]
+Elements = collections.Counter[tuple[bool, bool]]
+"""(whether they are an expert's, whether they multiply in float8) -> how many elements parameters have."""
 _Storage = tuple[int, int]
 """(the block that made it, its rank among those that the block made)."""
 
@@ -79,24 +81,6 @@ class Parameter:
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerParameters:
-    """Elements of a layer's parameters."""
-
-    others: int
-    """That are no expert's."""
-
-    experts: int
-    float8_others: int
-    """Of the first, the weights that multiply in float8."""
-
-    float8_experts: int
-
-    @property
-    def total(self) -> int:
-        return self.others + self.experts
-
-
-@dataclasses.dataclass(frozen=True)
 class ChunkMemory:
     """A chunk of the model: what it is made of, and what one micro batch adds to that."""
 
@@ -123,46 +107,26 @@ class ChunkMemory:
     backward: tuple[Segment, ...]
 
     @functools.cached_property
-    def _sums(self) -> dict[int | str | None, collections.Counter[tuple[bool, bool]]]:
-        """Owner -> (whether they are experts', whether they are in float8) -> elements of its parameters."""
-        found: dict[int | str | None, collections.Counter[tuple[bool, bool]]] = {}
+    def elements(self) -> dict[int | str | None, Elements]:
+        """Of the parameters of each owner."""
+        found: dict[int | str | None, Elements] = {}
         for each in self.parameters:
-            found.setdefault(each.owner, collections.Counter())[each.is_expert, each.in_float8] += each.size
+            found.setdefault(each.owner, Elements())[each.is_expert, each.in_float8] += each.size
         return found
 
     @property
     def num_parameters(self) -> int:
-        return sum(of.total() for of in self._sums.values())
+        return sum(of.total() for of in self.elements.values())
 
     @property
     def float8_weights(self) -> int:
         """Elements of the weights with which it multiplies in float8."""
-        return sum(of[False, True] + of[True, True] for of in self._sums.values())
-
-    @property
-    def largest_layer_parameters(self) -> int:
-        """Parameters of its largest layer, embedding or output layer: what ZeRO-3 gathers at once at least."""
-        return max((of.total() for owner, of in self._sums.items() if owner is not None), default=0)
+        return sum(of[False, True] + of[True, True] for of in self.elements.values())
 
     @functools.cached_property
-    def layer_parameters(self) -> list[LayerParameters]:
-        """Of each layer."""
-        layers = [of for owner, of in self._sums.items() if isinstance(owner, int)]
-        return [
-            LayerParameters(
-                of[False, False] + of[False, True], of[True, False] + of[True, True], of[False, True], of[True, True]
-            )
-            for of in layers
-        ]
-
-    @property
-    def linear_shapes(self) -> set[tuple[int, ...]]:
-        """Of the weights with which it multiplies, the loss head's among them."""
-        return {each.shape for each in self.parameters if each.is_factor}
-
-    @property
-    def micro_batch_bytes(self) -> int:
-        return sum(self.batch_bytes)
+    def layers(self) -> list[Elements]:
+        """Of the parameters of each layer."""
+        return [of for owner, of in self.elements.items() if isinstance(owner, int)]
 
     @property
     def kept_bytes(self) -> int:

@@ -73,13 +73,6 @@ def put_experts(model: torch.nn.Module, run: Run, *, is_fused: bool) -> None:
                 dispatcher.keeps_places = dispatcher.keeps_map or not is_made_again
 
 
-def find_stacked_parameters(model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
-    """By its id each parameter of routed experts, which is those of several in one. Other ranks share their states than
-    those of the rest."""
-    experts = [module for module in model.modules() if isinstance(module, LocalExperts)]
-    return {id(parameter): parameter for module in experts for parameter in module.parameters()}
-
-
 def _balance(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Sinkhorn's routing but for its iterations, which end where the tokens' values say (router.py)."""
     logits = torch.sigmoid(logits)
