@@ -25,7 +25,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from tempo_megatron.models.shape import LATENT, QUICK_GEGLU, ModelShape
+from tempo_megatron.models.shape import LATENT, QUICK_GEGLU, SAME, SAME_IN_EXPERTS, ModelShape
 from tempo_megatron.settings.activations import ACTIVATIONS
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.block_slots import TempoBlockSubmodules
@@ -37,13 +37,6 @@ from tempo_megatron.slots.mlp import FUNCTIONS
 from tempo_megatron.slots.norm import TorchNorm
 from tempo_megatron.slots.slot_content import find_class
 
-_SAME = (
-    *("moe_router_topk", "moe_shared_expert_intermediate_size", "moe_router_score_function"),
-    *("moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
-    *("moe_router_enable_expert_bias", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
-    *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_router_dtype"),
-)
-"""Of a mixture of experts, what ModelShape and TransformerConfig call by the same name."""
 # Fields of TransformerConfig that megatron-core 0.16 has, and an older version perhaps not.
 _YOUNG = ("softmax_type", "activation_func_clamp_value", "glu_linear_offset", "window_attn_skip_freq")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -85,24 +78,11 @@ def build_transformer_config(
     is_quick = shape.activation == QUICK_GEGLU
     found: TransformerConfig = config_class(
         **{
-            "num_layers": shape.num_layers,
-            "hidden_size": shape.hidden_size,
-            "ffn_hidden_size": shape.ffn_hidden_size,
-            "num_attention_heads": shape.num_attention_heads,
-            "num_query_groups": shape.num_query_groups,
-            "kv_channels": shape.kv_channels,
-            "normalization": shape.normalization,
+            **{name: getattr(shape, name) for name in (*SAME, "add_qkv_bias", "init_method_std")},
             "layernorm_epsilon": shape.norm_epsilon,
             "activation_func": quick_gelu if is_quick else FUNCTIONS[ACTIVATIONS[shape.activation].formula],
             "gated_linear_unit": shape.is_gated,
             "bias_activation_fusion": fuses,
-            "qk_layernorm": shape.qk_layernorm,
-            "window_size": shape.window_size,
-            "add_bias_linear": shape.add_bias_linear,
-            "add_qkv_bias": shape.add_qkv_bias,
-            "init_method_std": shape.init_method_std,
-            "attention_dropout": shape.attention_dropout,
-            "hidden_dropout": shape.hidden_dropout,
             "tensor_model_parallel_size": tensor_model_parallel_size,
             "sequence_parallel": sequence_parallel,
             "params_dtype": dtype,
@@ -133,10 +113,7 @@ class YarnTransformerConfig(TransformerConfig):  # type: ignore[misc,unused-igno
 
 
 def _configure_parts(shape: ModelShape, num_layers: int) -> tuple[Any, dict[str, Any]]:
-    """The class of the configuration, and its fields for experts, latent attention, Yarn, sinks and clamps.
-
-    Raises ValueError for what this version of Megatron does not have.
-    """
+    """The class of the configuration, and its fields for experts, latent attention, Yarn, sinks and clamps."""
     found: dict[str, Any] = {}
     known = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     for name in _YOUNG:
@@ -149,23 +126,20 @@ def _configure_parts(shape: ModelShape, num_layers: int) -> tuple[Any, dict[str,
                 "install megatron-core 0.16, or leave it out"
             )
     if shape.num_experts is not None:
-        found |= {name: getattr(shape, name) for name in _SAME}
+        others = "moe_router_load_balancing_type", "moe_router_topk_scaling_factor", "moe_expert_capacity_factor"
+        found |= {name: getattr(shape, name) for name in (*SAME_IN_EXPERTS, "moe_aux_loss_coeff", *others)}
         found |= {"num_moe_experts": shape.num_experts, "moe_ffn_hidden_size": shape.expert_size}
         found["expert_tensor_parallel_size"] = 1 if shape.add_bias_linear else None
         has = [int(each) for each in shape.layers_with_experts]
         # Of fewer layers, those of the first.
         found["moe_layer_freq"] = has[:num_layers] + has[-1:] * (num_layers - len(has))
     if shape.multi_latent_attention:
-        found |= {name: getattr(shape, name) for name in LATENT}
-        found |= {"rope_type": shape.position_embedding_type, "rotary_base": shape.rotary_base}
-        names = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-        found |= {name: getattr(shape, name) for name in names}
+        names = "rotary_base", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"
+        found |= {name: getattr(shape, name) for name in (*LATENT, *names)}
         # What stands for both being left out, 0.1 log(factor) + 1, is that of 1 and 0.
-        found |= {
-            "mscale": 1.0 if shape.mscale is None else shape.mscale,
-            "mscale_all_dim": shape.mscale_all_dim or 0.0,
-        }
-        return MLATransformerConfig, found
+        mscale = 1.0 if shape.mscale is None else shape.mscale
+        found |= {"mscale": mscale, "mscale_all_dim": shape.mscale_all_dim or 0.0}
+        return MLATransformerConfig, found | {"rope_type": shape.position_embedding_type}
     if shape.position_embedding_type == "yarn":
         fields = [field.name for field in dataclasses.fields(YarnTransformerConfig) if field.name.startswith("yarn_")]
         own = {name: name if hasattr(shape, name) else name.removeprefix("yarn_") for name in fields}
@@ -348,19 +322,16 @@ def count_parameters(model: torch.nn.Module, tensor_parallel_size: int = 1) -> i
     return total
 
 
-def make_inputs(
-    shape: ModelShape, vocab_size: int, micro_batch_size: int, *, seq_length: int | None = None, causal_mask: bool
-) -> dict[str, Any]:
+def make_inputs(shape: ModelShape, vocab_size: int, micro_batch_size: int, *, causal_mask: bool) -> dict[str, Any]:
     """The keyword arguments of the model's forward.
 
     Args:
         shape: the model.
         vocab_size: tokens are drawn below it.
         micro_batch_size: samples.
-        seq_length: in place of the shape's; a T5's decoder is shortened to it too.
         causal_mask: whether a GPT gets a mask, which stock needs on a CPU.
     """
-    s = seq_length or shape.seq_length
+    s = shape.seq_length
     tokens = torch.randint(vocab_size, (micro_batch_size, s), dtype=torch.int64)
     if shape.family == "bert":
         segments = {"tokentype_ids": torch.zeros_like(tokens)} if shape.num_tokentypes else {}

@@ -55,10 +55,10 @@ class Layout:
 def check_layout(shape: ModelShape, layout: Layout, option: str = "--tensor-model-parallel-size") -> None:
     """Raise ValueError, which calls tensor parallelism by `option`, where this many devices cannot share a layer."""
     tp = layout.tp
-    sharing = {"moe_ffn_hidden_size": layout.etp, "moe_shared_expert_intermediate_size": tp}
-    for name in ("num_attention_heads", "ffn_hidden_size"):
-        if (value := getattr(shape, name)) % tp:
-            raise ValueError(f"{name_field(name)} {value} is not a multiple of {option} {tp}; change one of them")
+    sharing = {
+        **{"num_attention_heads": tp, "ffn_hidden_size": tp, "moe_ffn_hidden_size": layout.etp},
+        "moe_shared_expert_intermediate_size": tp,
+    }
     for name, number in sharing.items():
         if (value := getattr(shape, name)) is not None and value % number:
             raise ValueError(f"{name_field(name)} {value} is not a multiple of {option} {number}; change one of them")

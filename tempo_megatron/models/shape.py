@@ -34,6 +34,16 @@ _YARN = (
 _LATENT_SIZES = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 LATENT = ("q_lora_rank", *_LATENT_SIZES)
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+SAME = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("normalization", "qk_layernorm", "window_size", "add_bias_linear", "attention_dropout", "hidden_dropout"),
+)
+SAME_IN_EXPERTS = (
+    *("moe_shared_expert_intermediate_size", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_z_loss_coeff"),
+    *("moe_pad_expert_input_to_capacity", "moe_router_dtype"),
+)
+"""What a TransformerConfig calls by the same name and has of the same kind: of any model, and of one with experts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,7 +192,7 @@ class ModelShape:
     def leave_latent_attention(self) -> ModelShape:
         """The model with ordinary attention for latent attention, and rope for Yarn's."""
         rope = {"position_embedding_type": "rope"} if self.position_embedding_type == "yarn" else {}
-        plain: dict[str, Any] = {name: _DEFAULTS[name] for name in ("multi_latent_attention", *LATENT, *_YARN)} | rope
+        plain: dict[str, Any] = {name: DEFAULTS[name] for name in ("multi_latent_attention", *LATENT, *_YARN)} | rope
         return dataclasses.replace(self, **plain)
 
     def describe(self) -> dict[str, Any]:
@@ -228,7 +238,7 @@ class ModelShape:
 def check_shape(shape: ModelShape) -> None:
     """Raise ValueError for the first field that no model can have, or that contradicts another."""
     for name, value in shape.describe().items():
-        if value is None and _DEFAULTS[name] is None:
+        if value is None and DEFAULTS[name] is None:
             continue
         if (expected := check_value(name, value)) is not None:
             raise ValueError(f"{name} is {value!r}; expected {expected}")
@@ -254,7 +264,7 @@ def check_shape(shape: ModelShape) -> None:
 def _refuse_without(shape: ModelShape, of: str, names: Iterable[str]) -> None:
     """Raise ValueError for a value of what `of`, which is not given, alone reads."""
     for name in names:
-        if (value := getattr(shape, name)) != _DEFAULTS[name]:
+        if (value := getattr(shape, name)) != DEFAULTS[name]:
             given = name_field(name) if value is True else f"{name_field(name)} {value}"
             raise ValueError(f"{given} is given without {of}; give both or none")
 
@@ -368,7 +378,7 @@ def _check_window(shape: ModelShape) -> None:
 def _check_family(shape: ModelShape) -> None:
     family = shape.family
     for name, of in (("decoder_seq_length", "t5"), ("num_tokentypes", "bert"), ("add_binary_head", "bert")):
-        if getattr(shape, name) != _DEFAULTS[name] and family != of:
+        if getattr(shape, name) != DEFAULTS[name] and family != of:
             raise ValueError(f"{name} is for the family {of}, but the model's is {family}; leave it out")
     if family == "gpt":
         return
@@ -378,7 +388,7 @@ def _check_family(shape: ModelShape) -> None:
         "--qk-layernorm": shape.qk_layernorm,
         "--window-size": shape.window_size is not None,
         "--position-embedding-type none": shape.position_embedding_type == "none",
-        f"--rotary-base {shape.rotary_base}": shape.rotary_base != _DEFAULTS["rotary_base"],
+        f"--rotary-base {shape.rotary_base}": shape.rotary_base != DEFAULTS["rotary_base"],
         "--use-rope-scaling": shape.use_rope_scaling,
         "--position-embedding-type yarn": shape.position_embedding_type == "yarn",
         f"--softmax-type {shape.softmax_type}": shape.softmax_type != "vanilla",
@@ -394,7 +404,7 @@ def _check_family(shape: ModelShape) -> None:
 
 
 _TYPES = {field.name: str(field.type) for field in dataclasses.fields(ModelShape)}
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelShape)}
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelShape)}
 NAMES = tuple(_TYPES)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tempo_megatron.models.huggingface.config import is_config, read_config_fields
-from tempo_megatron.models.shape import NAMES, ModelShape, check_value
+from tempo_megatron.models.shape import DEFAULTS, NAMES, check_value
 from tempo_megatron.words.json_text import read_object
 
 
@@ -57,11 +57,7 @@ def complete_description(described: Mapping[str, Any]) -> dict[str, Any]:
     Models then had a GPT-2's values for these fields.
     """
     heads, hidden_size = described.get("num_attention_heads"), described.get("hidden_size")
-    older = {
-        field.name: field.default
-        for field in dataclasses.fields(ModelShape)
-        if field.default is not dataclasses.MISSING
-    }
+    older = {name: value for name, value in DEFAULTS.items() if value is not dataclasses.MISSING}
     older |= {"family": "gpt", "num_query_groups": heads}
     if heads and hidden_size:
         older["kv_channels"] = hidden_size // heads

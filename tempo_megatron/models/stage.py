@@ -46,7 +46,7 @@ class PipelineStage(torch.nn.Module):
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for chunk, prefixes in zip(self.chunks, self._prefixes, strict=True):
             for name, parameter in chunk.named_parameters("", recurse, remove_duplicate):
-                yield _join(prefix, _rename(name, prefixes)), parameter
+                yield f"{prefix}{'.' if prefix else ''}{_rename(name, prefixes)}", parameter
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         options = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **options}
@@ -98,7 +98,3 @@ def _rename(name: str, prefixes: Mapping[str, str]) -> str:
         if name.startswith(prefix):
             return whole + name[len(prefix) :]
     return name
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

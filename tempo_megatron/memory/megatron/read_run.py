@@ -11,21 +11,11 @@ from typing import Any
 from tempo_megatron.memory.megatron.options import ACCOUNTS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS, list_options
 from tempo_megatron.memory.run import Hybrid, OptimizerSettings, Run, cut_layers, read_recomputation
 from tempo_megatron.models.layout import Layout
-from tempo_megatron.models.shape import LATENT, make_shape
+from tempo_megatron.models.shape import LATENT, SAME, SAME_IN_EXPERTS, make_shape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.pipeline_layout import parse_pipeline_layout
 
 _FAMILIES = {"GPTModel": "gpt", "BertModel": "bert", "T5Model": "t5"}
-# What a TransformerConfig and a ModelShape call by the same name.
-_SAME = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("normalization", "qk_layernorm", "window_size", "add_bias_linear", "attention_dropout", "hidden_dropout"),
-)
-_SAME_IN_EXPERTS = (
-    *("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk"),
-    *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
-    *("moe_router_enable_expert_bias", "moe_z_loss_coeff", "moe_pad_expert_input_to_capacity", "moe_router_dtype"),
-)
 # What not every TransformerConfig has, and its default.
 _YOUNG = {"softmax_type": "vanilla", "window_attn_skip_freq": None, "activation_func_clamp_value": None}
 
@@ -106,7 +96,7 @@ def read_run(
     """
     of_model, of_layout, of_run = _read_experts(config) if config.num_moe_experts else ({}, {}, {})
     model = make_shape(
-        **{name: getattr(config, name) for name in _SAME},
+        **{name: getattr(config, name) for name in SAME},
         # Megatron's is of all linears, or of q, k and v only.
         add_qkv_bias=config.add_qkv_bias and not config.add_bias_linear,
         family=_FAMILIES[model_name],
@@ -203,11 +193,7 @@ def deal_out_layers(config: Any) -> tuple[int, ...] | None:
 
 
 def _split_layout(config: Any) -> list[str]:
-    """As parse_pipeline_layout returns it.
-
-    Raises ValueError, too, where m stands elsewhere than beside the loss or in the chunk before it, in one chunk and
-    behind the first stage, as Megatron wants it.
-    """
+    """As parse_pipeline_layout returns it, where m stands as Megatron wants it: in one chunk behind the first stage."""
     given, stages = config.pipeline_model_parallel_layout, config.pipeline_model_parallel_size
     number = config.mtp_num_layers or 0
     chunks = parse_pipeline_layout(given, config.num_layers, stages, number)
@@ -236,10 +222,7 @@ def _read_hybrid(config: Any) -> Hybrid | None:
 
 
 def _read_positions(config: Any, arguments: Mapping[str, Any], stock: str) -> dict[str, Any]:
-    """The fields of a ModelShape for positions, and for latent attention, which rotates a part of each head.
-
-    Raises ValueError for latent attention of other modules than Transformer Engine's.
-    """
+    """The fields of a ModelShape for positions, and for latent attention, which rotates a part of each head."""
     if not config.multi_latent_attention:
         return {"position_embedding_type": arguments["position_embedding_type"]}
     if stock != "transformer_engine":
@@ -253,10 +236,7 @@ def _read_positions(config: Any, arguments: Mapping[str, Any], stock: str) -> di
 
 
 def _read_experts(config: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The fields of a ModelShape, of a Layout and of a Run for experts.
-
-    Raises ValueError for what the estimate does not know.
-    """
+    """The fields of a ModelShape, of a Layout and of a Run for experts."""
     for field, words in _UNKNOWN_IN_EXPERTS.items():
         if getattr(config, field, None):
             raise ValueError(f"{words}, which the estimate does not know")
@@ -267,7 +247,7 @@ def _read_experts(config: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str
         routing = routing[0]
     capacity = config.moe_expert_capacity_factor
     of_model = {
-        **{name: getattr(config, name) for name in _SAME_IN_EXPERTS},
+        **{name: getattr(config, name) for name in (*SAME_IN_EXPERTS, "moe_layer_freq", "moe_ffn_hidden_size")},
         "num_experts": config.num_moe_experts,
         "moe_router_load_balancing_type": routing,
         "moe_aux_loss_coeff": float(coefficient if isinstance(coefficient, (int, float)) else coefficient[0]),

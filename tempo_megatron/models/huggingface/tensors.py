@@ -96,7 +96,9 @@ def list_tensors(run: Mapping[str, Any]) -> list[Converted]:
     found = []
     for module, (shape, kinds) in list_modules(run).items():
         numbers = re.findall(r"\.(\d+)\.", module)
-        theirs = [_put_numbers(name, numbers) for name in family.names[re.sub(r"\.\d+\.", ".*.", module)]]
+        # Each * is one of the numbers.
+        patterns = family.names[re.sub(r"\.\d+\.", ".*.", module)]
+        theirs = [pattern.replace("*", "{}").format(*numbers) for pattern in patterns]
         for kind in kinds:
             copies: tuple[str, ...] = ()
             if module == "embedding.word_embeddings" and is_tied:
@@ -119,12 +121,6 @@ def list_tensors(run: Mapping[str, Any]) -> list[Converted]:
                 )
             )
     return found
-
-
-def _put_numbers(name: str, numbers: Sequence[str]) -> str:
-    for number in numbers:
-        name = name.replace("*", number, 1)
-    return name
 
 
 def list_zeros(run: Mapping[str, Any]) -> dict[str, Shape]:
