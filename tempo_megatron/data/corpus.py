@@ -132,10 +132,13 @@ def list_files(inputs: Iterable[str], extensions: Iterable[str], output_prefix: 
 
 
 def list_hub_datasets(names: Iterable[str]) -> list[Part]:
-    """Lists data sets of the Hugging Face hub. Raises: DataError (a ValueError) if one cannot be reached."""
+    """Lists data sets of the Hugging Face hub.
+
+    Raises: DataError (a ValueError) if one cannot be reached; MissingExtraError without `datasets`.
+    """
     found = []
     for name in names:
-        check_package(name)
+        check_installed(name, "data", "datasets")
         import datasets
 
         path, config, _ = split_hub_name(name)
@@ -150,14 +153,6 @@ def list_hub_datasets(names: Iterable[str]) -> list[Part]:
 def split_hub_name(name: str) -> tuple[str, str | None, str]:
     path, config, split = [*name.split(":", 2), "", ""][:3]
     return path, config or None, split or "train"
-
-
-def check_package(what: str) -> None:
-    """Raises DataError if `datasets`, which reads `what`, is not installed."""
-    try:
-        check_installed(what, "data", "datasets")
-    except ModuleNotFoundError as error:
-        raise DataError(str(error)) from error
 
 
 def describe_fault(path: str, error: Exception, *, is_on_hub: bool = False) -> DataError:

@@ -20,6 +20,7 @@ from tempo_megatron.data import DataError, corpus
 from tempo_megatron.data.corpus import LeftOut, Part, Piece, format_path
 from tempo_megatron.data.sentences import LONGEST_SENTENCE, split_sentences
 from tempo_megatron.data.tokenizer import TextTokenizer
+from tempo_megatron.extras import check_installed
 
 _ROWS_AT_ONCE = 1024
 
@@ -63,7 +64,7 @@ def _open(part: Part) -> Any:
     if part.is_compressed and part.path.lower().endswith(".gz"):
         return gzip.open(part.path, "rb")
     if part.is_compressed:
-        corpus.check_package(part.path)
+        check_installed(part.path, "data", "datasets")
         import pyarrow  # which `datasets` brings
 
         return io.BufferedReader(pyarrow.input_stream(part.path, compression="zstd"))
@@ -188,7 +189,7 @@ def _read_rows(part: Part, options: Namespace, left_out: LeftOut) -> Iterator[Te
 
 def _stream_column(part: Part, column: str) -> Iterator[str | None]:
     """Yields the text of `column` in each row, in order; None is a missing text. Nothing is stored on the disk."""
-    corpus.check_package(part.path)
+    check_installed(part.path, "data", "datasets")
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error says it
@@ -221,13 +222,6 @@ def _stream_column(part: Part, column: str) -> Iterator[str | None]:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise corpus.describe_fault(path, error, is_on_hub=part.kind == "hub") from error
-
-
-def check_first_texts(files: list[Part], options: Namespace) -> None:
-    """Raises DataError if the first line or row of a file holds no text, before long work would fail at it."""
-    for file in files:
-        if file.kind != "text":
-            next(read_texts(corpus.cut_pieces([file])[0], options, LeftOut()), None)
 
 
 def encode(

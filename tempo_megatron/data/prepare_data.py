@@ -30,10 +30,11 @@ from tempo_megatron.data.dataset_files import (
     replace_dataset,
     validate_dataset,
 )
-from tempo_megatron.data.documents import Encoded, check_first_texts, encode, read_texts
+from tempo_megatron.data.documents import Encoded, encode, read_texts
 from tempo_megatron.data.sentences import RULE, WAYS
 from tempo_megatron.data.tokenizer import FILES, LARGEST_VOCABULARY, TextTokenizer
 from tempo_megatron.data.tokenizer_types import GPT2_BPE, HUGGING_FACE, MASKED_TYPES, TYPES, list_given_files
+from tempo_megatron.extras import MissingExtraError
 
 DESCRIPTION = "Tokenizes text, JSON-lines and directory trees into a data set of Megatron's format."
 _TRAIN_BYTES = 32_000_000
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None, prog: str = "prepare_data", **sizes: Any
     except BrokenPipeError:  # the reader of stdout has left; the data set is made
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except DataError as error:
+    except (DataError, MissingExtraError) as error:
         fault = str(error)
     except OSError as error:
         path = error.filename or corpus.format_path(options.output_prefix)
@@ -130,8 +131,9 @@ def _choose_input_files(options: Namespace, left_out: corpus.LeftOut) -> list[co
         files = corpus.take_first_bytes(files, options.max_bytes, left_out)
     if not files:
         raise DataError(f"there is no text in the input{_format_left_out(left_out)}; give other files with --input")
-    if not options.skip_bad_lines:
-        check_first_texts(files, options)
+    for file in () if options.skip_bad_lines else files:
+        if file.kind != "text":  # read the first line or row, before long work would fail at it
+            next(read_texts(corpus.cut_pieces([file])[0], options, corpus.LeftOut()), None)
     if options.json_key is not None and all(file.kind == "text" for file in files):
         raise DataError("--json-key is for .json and .jsonl files and tables, and the input has none; leave it out")
     return files
@@ -151,15 +153,13 @@ def _compute_fingerprint(options: Namespace, given: TextTokenizer | None, files:
 
 
 def _is_current(prefix: str, fingerprint: str) -> bool:
-    try:
+    with suppress(DataError):
         sidecar = Sidecar.read(prefix)
-        if sidecar is None or sidecar.fingerprint != fingerprint:
-            return False
-        validate_dataset(prefix, sidecar.vocab_size)
-        load_dataset_tokenizer(prefix)
-    except DataError:
-        return False
-    return True
+        if sidecar is not None and sidecar.fingerprint == fingerprint:
+            validate_dataset(prefix, sidecar.vocab_size)
+            load_dataset_tokenizer(prefix)
+            return True
+    return False
 
 
 def _train_tokenizer(options: Namespace, pieces: list[corpus.Piece], folder: str) -> Any:

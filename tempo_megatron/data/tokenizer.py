@@ -250,15 +250,12 @@ def cut_long_runs(text: str, longest: int = LONGEST_RUN) -> Iterator[str]:
 
     No run goes from other signs into white space, so a text that is divided there (see corpus.py) has the same parts.
     """
-    start = 0
-    for run in _RUNS.finditer(text) if _may_have_long_run(text, longest) else ():
+    start, window = 0, longest // 2
+    # A long run fills one of the windows of half its length, which is a quick test.
+    windows = range(0, len(text), window) if len(text) > longest else ()
+    may_have = any(_UNBROKEN.fullmatch(text, at, at + window) for at in windows)
+    for run in _RUNS.finditer(text) if may_have else ():
         for cut in range(run.start() + longest, run.end(), longest):
             yield text[start:cut]
             start = cut
     yield text[start:]
-
-
-def _may_have_long_run(text: str, longest: int) -> bool:
-    """Tests quickly whether a long run is possible: it would fill one of the windows of half its length."""
-    step = longest // 2
-    return len(text) > longest and any(_UNBROKEN.fullmatch(text, at, at + step) for at in range(0, len(text), step))
