@@ -31,11 +31,6 @@ def list_addresses() -> list[tuple[str, str]]:
     return found
 
 
-def is_loopback(address: str) -> bool:
-    """Whether a numeric address reaches its own host only."""
-    return address.startswith("127.") or address == "::1"
-
-
 def find_interface(address: str) -> str | None:
     """Returns the interface by which this host reaches `address` (numeric IPv4), or None without a route.
 

@@ -6,10 +6,10 @@ import os
 import re
 import socket
 from collections.abc import MutableMapping, Sequence
+from ipaddress import ip_address
 from typing import Any
 
 from tempo_megatron.cluster import host as this_host
-from tempo_megatron.cluster.host import is_loopback
 
 DEFAULT_MASTER_PORT = 29500
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -41,7 +41,9 @@ def set_rank_environment(environ: MutableMapping[str, str] | None = None, host: 
 def _set_ranks(environ: MutableMapping[str, str]) -> str:
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _read_torch(environ)
-    if _is_srun(environ) and "OMPI_COMM_WORLD_SIZE" not in environ:  # srun may set PMI's variables, mpirun inherit its
+    step = environ.get("SLURM_STEP_ID", "")
+    is_srun = "SLURM_PROCID" in environ and step.isdigit() and int(step) < _SLURM_FIRST_SPECIAL_STEP
+    if is_srun and "OMPI_COMM_WORLD_SIZE" not in environ:  # srun may set PMI's variables, mpirun inherit its
         return _read_slurm(environ)
     for names in _MPI_NAMES:
         if names[1] in environ:
@@ -56,7 +58,7 @@ def _set_interface(environ: MutableMapping[str, str], host: Any) -> None:
     """Tells Gloo the interface to rank 0. By default it takes the one of the host's own name, which may be loopback."""
     name = environ["MASTER_ADDR"]
     addresses = host.resolve(name)
-    outer = [address for address in addresses if not is_loopback(address)]
+    outer = [address for address in addresses if not ip_address(address).is_loopback]
     if addresses and not outer and int(environ["RANK"]) >= int(environ["LOCAL_WORLD_SIZE"]):
         raise ValueError(
             f"MASTER_ADDR is {name}, which on {socket.gethostname()} means {addresses[0]}, this host itself, "
@@ -67,7 +69,7 @@ def _set_interface(environ: MutableMapping[str, str], host: Any) -> None:
     if interface := next(filter(None, map(host.find_interface, outer)), None):
         environ["GLOO_SOCKET_IFNAME"] = interface
         return
-    own = sorted({interface for interface, address in host.list_addresses() if not is_loopback(address)})
+    own = sorted({interface for interface, address in host.list_addresses() if not ip_address(address).is_loopback})
     if len(own) == 1:
         environ["GLOO_SOCKET_IFNAME"] = own[0]
     elif not host.count_gpus():  # NCCL finds interfaces of its own
@@ -107,11 +109,6 @@ def _read_mpi(environ: MutableMapping[str, str], names: tuple[str, ...]) -> str:
         )
     _fill(environ, numbers, "127.0.0.1", DEFAULT_MASTER_PORT)
     return "mpirun"
-
-
-def _is_srun(environ: MutableMapping[str, str]) -> bool:
-    step = environ.get("SLURM_STEP_ID", "")
-    return "SLURM_PROCID" in environ and step.isdigit() and int(step) < _SLURM_FIRST_SPECIAL_STEP
 
 
 def _read_slurm(environ: MutableMapping[str, str]) -> str:
