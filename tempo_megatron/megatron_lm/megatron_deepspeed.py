@@ -159,7 +159,10 @@ def _find_obstacle(args: argparse.Namespace, operation: str, choice: str) -> str
     if operation == "loss":
         return "Megatron-DeepSpeed's loss head has no place for a fused one"
     if operation == "activation":
-        return _find_obstacle_of_activation(args, choice)
+        own = next((flag for flag in ("openai_gelu", "onnx_safe") if getattr(args, flag, False)), None)
+        if own is not None:
+            return f"--{own.replace('_', '-')} has a formula of its own"
+        return find_inplace_refusal("swiglu") if args.swiglu and choice == "inplace" else None
     if operation == "norm" and choice == "recompute":
         return (
             "Megatron-DeepSpeed's linears do not say when they have used a norm's output, so that it cannot be dropped"
@@ -168,13 +171,6 @@ def _find_obstacle(args: argparse.Namespace, operation: str, choice: str) -> str
         flags = [f"--{flag.replace('_', '-')}" for flag in _FLASH_FLAGS if getattr(args, flag, False)]
         return f"{flags[0]} runs an attention of its own that keeps no s*s tensor" if flags else None
     return None
-
-
-def _find_obstacle_of_activation(args: argparse.Namespace, choice: str) -> str | None:
-    for flag in ("openai_gelu", "onnx_safe"):
-        if getattr(args, flag, False):
-            return f"--{flag.replace('_', '-')} has a formula of its own"
-    return find_inplace_refusal("swiglu") if args.swiglu and choice == "inplace" else None
 
 
 def patch_scripts(
@@ -268,7 +264,10 @@ def _add_bias_and_dropout(x: Tensor, bias: Tensor | None, residual: Tensor, prob
         dtype = torch.promote_types(x.dtype, residual.dtype)
         x, residual, bias = x.to(dtype), residual.to(dtype), None if bias is None else bias.to(dtype)
     key, first_sample = find_key_and_sample(place.layer_number, site, place.stack)
-    first_row = _find_sequence_rank() * x.size(0)
+    # Which part of the sequence this rank's hidden states are.
+    is_split = get_args().sequence_parallel
+    rank = parallel_state.get_tensor_model_parallel_rank() if is_split else _find_ulysses_rank() or 0
+    first_row = rank * x.size(0)
     return bias_dropout_add(x, bias, residual, p=prob, key=key, first_sample=first_sample, first_row=first_row)
 
 
@@ -277,13 +276,6 @@ def _find_vector(bias: Tensor) -> Tensor | None:
     base = bias._base
     is_vector = base is not None and base.dim() == 1 and base.size(0) == bias.size(-1)
     return base if is_vector and not any(bias.stride()[:-1]) else None
-
-
-def _find_sequence_rank() -> int:
-    """Which part of the sequence this rank's hidden states are."""
-    if get_args().sequence_parallel:
-        return int(parallel_state.get_tensor_model_parallel_rank())
-    return _find_ulysses_rank() or 0
 
 
 def _find_ulysses_rank() -> int | None:
