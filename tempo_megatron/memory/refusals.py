@@ -94,17 +94,12 @@ def list_refusals(run: Any, names: Mapping[str, str] = MEGATRONS) -> Iterator[st
 
 def _repeats_qkv_for_nothing(run: Any) -> bool:
     """Whether some layer has a projection that runs again before stock attention with copies of its q, k and v."""
-    model, tempo = run.model, run.tempo
+    model, stacks = run.model, STACKS_OF_FAMILIES[run.model.family]
     is_grouped = model.num_query_groups not in (None, model.num_attention_heads)
-    if not keeps_copies(is_megatrons=run.stock != "transformer_engine", is_grouped=is_grouped):
+    has_copies = keeps_copies(is_megatrons=run.stock != "transformer_engine", is_grouped=is_grouped)
+    if "core_attn" in run.recompute or not has_copies:
         return False
-    # Nearly every run is answered without looking at each layer.
-    are_there = "recompute" in tempo.values_of("linear_qkv") and "off" in tempo.values_of("attention")
-    if "core_attn" in run.recompute or not are_there:
-        return False
-    layers = (
-        tempo.for_layer(layer, stack) for stack in STACKS_OF_FAMILIES[model.family] for layer in range(model.num_layers)
-    )
+    layers = (run.tempo.for_layer(layer, stack) for stack in stacks for layer in range(model.num_layers))
     return any((layer.linear_qkv, layer.attention) == ("recompute", "off") for layer in layers)
 
 

@@ -348,11 +348,6 @@ class StepReader:
         return max(0, rise - count_storage_bytes(results))
 
 
-def is_part(node: fx.Node) -> bool:
-    """Whether a node takes one result of an operation that has several."""
-    return getattr(node.target, "__name__", "") == "getitem"
-
-
 def list_written(node: fx.Node) -> list[fx.Node]:
     """Lists the arguments that a node changes in place."""
     arguments, schema = get_arguments(node), getattr(node.target, "_schema", None)

@@ -119,7 +119,11 @@ def read_nodes(nodes: Sequence[Any], output_names: frozenset[str]) -> StepGraph:
     made = set[str]()
     for place, node in enumerate(nodes):
         # The call of whose results this node takes one, if there is one.
-        calls = (before for before in node.mpi_node.pred_nodes if any(map(_allocates_more, before.get_outputs())))
+        calls = (
+            before
+            for before in node.mpi_node.pred_nodes
+            if any(made.mpi_buffer.size_alloc > made.mpi_buffer.size_free for made in before.get_outputs())
+        )
         call = places[next(calls, node)]
         for buffer in node.get_outputs():
             made.add(buffer.get_name())
@@ -138,7 +142,3 @@ def read_nodes(nodes: Sequence[Any], output_names: frozenset[str]) -> StepGraph:
         for place, node in enumerate(nodes)
     )
     return StepGraph(tuple(operations), tuple(sizes), frozenset(kept))
-
-
-def _allocates_more(buffer: Any) -> bool:
-    return bool(buffer.mpi_buffer.size_alloc > buffer.mpi_buffer.size_free)

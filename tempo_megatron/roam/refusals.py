@@ -96,14 +96,10 @@ def explain_refusals(model: torch.nn.Module) -> Iterator[None]:
     except (RuntimeError, AssertionError) as error:
         for sign, sentence in _SENTENCES.items():
             if sign in str(error) if isinstance(sign, str) else isinstance(error, sign):
-                raise ValueError(f"{_find_called(error)} {_say_where(model, error)} {sentence}") from error
+                found = re.search(r"\baten\.\w+|\b\w+::\w+", str(error))
+                called = getattr(error, "func", None) or (found.group() if found else "what runs")
+                raise ValueError(f"{called} {_say_where(model, error)} {sentence}") from error
         raise
-
-
-def _find_called(error: BaseException) -> str:
-    """Names the operation that the error has, or its text, or says "what runs"."""
-    found = re.search(r"\baten\.\w+|\b\w+::\w+", str(error))
-    return str(getattr(error, "func", None) or (found.group() if found else "what runs"))
 
 
 def _say_where(model: torch.nn.Module, error: BaseException) -> str:

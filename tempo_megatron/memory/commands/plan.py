@@ -217,8 +217,7 @@ def read_request(args: argparse.Namespace, gpu: Gpu) -> tuple[PlanRequest, int |
 
 
 def _make_request(args: argparse.Namespace, run: Run, gpu: Gpu) -> PlanRequest:
-    """Raises ValueError where the run cannot lie so, or options do not go together."""
-    run.check()
+    """The request for a run that has been checked; raises ValueError where options do not go together."""
     if args.allocator and (args.host_memory is not None or args.fixed_memory):
         other = "--fixed-memory" if args.fixed_memory else "--host-memory"
         raise ValueError(f"--allocator does not go with {other}, whose blocks it cannot follow; leave one of them out")
@@ -251,10 +250,7 @@ def _refuse_unknown(run: Run, who: str) -> None:
 
 
 def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gpu) -> tuple[PlanRequest, list[str]]:
-    """What a command of Megatron-LM asks, whatever it says of recomputation, and warnings.
-
-    Raises ValueError for pipelines that the planner does not know.
-    """
+    """What a command of Megatron-LM asks, whatever it says of recomputation, and warnings."""
     run, _, warnings = read_run_of_command(args, command)
     run = set_imbalance(run, args.moe_imbalance)
     _refuse_unknown(run, "the command gives")

@@ -126,10 +126,7 @@ def read_requested_shape(args: argparse.Namespace) -> ModelShape:
 
 
 def _read_stock(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a Run that say what stock modules are.
-
-    Raises ValueError where --stock-attention or --no-masked-softmax-fusion speaks of modules that are not there.
-    """
+    """The fields of a Run that say what stock modules are."""
     stock = args.stock or ("local" if args.deepspeed_config else "transformer_engine")
     if args.stock_attention is not None and stock != "transformer_engine":
         raise ValueError(
@@ -157,11 +154,7 @@ def describe_stock(run: Run) -> str:
 
 
 def _read_optimizer(given: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> OptimizerSettings:
-    """Who holds gradients and states.
-
-    Raises ValueError where arguments and JSON name different ones, or the JSON offloads weights that its stage does not
-    divide.
-    """
+    """Who holds gradients and states."""
     zero_stage, is_whole = given.get("zero"), given.get("no_distributed_optimizer", False)
     kind = given.get("optimizer") or ("megatron" if deepspeed is None and zero_stage is None else "deepspeed")
     if kind == "megatron" and deepspeed is not None:

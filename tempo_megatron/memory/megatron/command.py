@@ -84,10 +84,7 @@ def split_command(words: Sequence[str]) -> Command:
 
 
 def _count_ranks(launcher: Sequence[str]) -> int | None:
-    """What torchrun or deepspeed would start; None where nothing says it.
-
-    Raises ValueError where it is no number.
-    """
+    """What torchrun or deepspeed would start; None where nothing says it."""
     numbers = []
     for option, names in (("--nproc-per-node", "nproc[-_]per[-_]node|num_gpus"), ("--nnodes", "nnodes|num_nodes")):
         found = re.findall(rf"(?:^| )--(?:{names})[ =]?(\S*)", " ".join(launcher))

@@ -411,10 +411,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _judge(option: str, known: Sequence[str]) -> str | None:
-    """A warning for an option that is not in the tables, or None where memory does not depend on it.
-
-    Raises ValueError where it looks like one that matters, or is gone.
-    """
+    """A warning for an option that is not in the tables, or None where memory does not depend on it."""
     if (name := option.lstrip("-")) in GONE:
         raise ValueError(f"{option} is an option of former versions of Megatron-LM; give {GONE[name]}")
     if is_ignored(option):

@@ -127,7 +127,6 @@ def _read_settings(launcher: Sequence[str]) -> dict[str, Any]:
     """The fields of a Run that the environment before a command says.
 
     CUBLAS_WORKSPACE_CONFIG is `:size in KiB:number` once or more often, PYTORCH_ALLOC_CONF `name:value` by commas.
-    Raises ValueError where the first is something else.
     """
     given = dict(word.split("=", 1) for word in reversed(launcher) if "=" in word)
     workspace, allocators = given.get(WORKSPACE), [given[name] for name in ALLOCATORS if name in given]

@@ -211,10 +211,7 @@ measure_rows = functools.lru_cache(maxsize=64)(LayerRows)
 
 
 def measure_stock_layer(run: Run) -> dict[str, int]:
-    """Row of the ledger -> bytes of a stock layer of a run's model, without recomputation.
-
-    Raises ValueError where torch.distributed is already initialised.
-    """
+    """Row of the ledger -> bytes of a stock layer of a run's model, without recomputation."""
     (rows,) = LayerRows(run).measure(frozenset(), [STOCK])
     return {row.operation: row.num_bytes for row in rows}
 

@@ -11,7 +11,7 @@ import json
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _FOLDERS = Path(__file__).parents[3], Path(sysconfig.get_path("data")) / "share" / "tempo-megatron"
 """A checkout's, and what a wheel installs."""
@@ -119,22 +119,21 @@ def _check_content(path: Path, content: Any) -> None:
     def has_names(value: Any, names: Iterable[str]) -> bool:
         return isinstance(value, dict) and sorted(value) == sorted(names)
 
+    def refuse(name: str, value: Any, expected: str) -> NoReturn:
+        raise ValueError(f"--gpu {path}: {name} is {value!r}; expected {expected}")
+
     fields, of_link, of_chip = ([field.name for field in dataclasses.fields(kind)] for kind in (Gpu, HostLink, Chip))
     if not isinstance(content, dict) or not has_names({"host_link": None, "chip": None, **content}, fields):
         raise ValueError(f"--gpu {path} does not describe a GPU; expected an object of {', '.join(fields)}")
     numbers: dict[str, Any] = {"bytes_per_second": content["bytes_per_second"]}
-    refused: dict[str, tuple[Any, str]] = {}
     for name, names in (("matmul_flops_per_second", DTYPES), ("host_link", of_link), ("chip", of_chip)):
         part: Any = content.get(name)
         if has_names(part, names):
             numbers |= {f"{name}.{each}": part[each] for each in names if each not in ("title", "source")}
         elif part is not None or names is DTYPES:
-            refused[name] = part, f"an object of {', '.join(names)}{'' if names is DTYPES else ', or null'}"
+            refuse(name, part, f"an object of {', '.join(names)}{'' if names is DTYPES else ', or null'}")
     for name, number in numbers.items():
         is_whole = name.startswith("chip.") or name == "host_link.gpus_per_uplink"
         is_number = isinstance(number, int if is_whole else int | float) and not isinstance(number, bool)
         if not is_number or not 0 < number < float("inf"):
-            refused[name] = number, f"a {'whole number of at least 1' if is_whole else 'positive number'}"
-    if refused:
-        name, (value, expected) = next(iter(refused.items()))
-        raise ValueError(f"--gpu {path}: {name} is {value!r}; expected {expected}")
+            refuse(name, number, f"a {'whole number of at least 1' if is_whole else 'positive number'}")

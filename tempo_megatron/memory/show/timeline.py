@@ -120,10 +120,7 @@ def read_timeline(tape: Tape, standing: Mapping[str, int], *, activation: str, t
 
 
 def simulate_timeline(run: Run, *, title: str) -> Timeline:
-    """The timeline of one micro batch of all layers on rank 0 of a tensor-parallel group.
-
-    It ends with the last gradient: there is no optimizer. Raises ValueError where the model has no vocab_size.
-    """
+    """The timeline of what `record_step` runs."""
     tape, weights = record_step(run)
     return read_timeline(tape, {WEIGHTS: weights}, activation=run.model.activation, title=title)
 

@@ -34,10 +34,7 @@ class ModuleMemory:
 
 
 def list_trees(run: Run, stage: int) -> list[ModuleMemory]:
-    """One tree for each chunk of a stage, in the order of the model.
-
-    Raises ValueError as `memory.rank.estimate.estimate_ranks`, which has run before.
-    """
+    """One tree for each chunk of a stage, in the order of the model."""
     run, chunks = assume_routing(run, stage), zip(run.list_chunks(stage), run.list_ends(stage), strict=True)
     return [list_modules(run, layers, **ends) for layers, ends in chunks]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from tempo_megatron.memory.rank.allocator import ROUNDING_BYTES, round_up
 from tempo_megatron.memory.show.timeline import Timeline
 
-_ALIGNMENT = 512  # of torch's caching allocator
 _FIRST_ADDRESS = 0x7F0000000000
 
 
@@ -52,7 +52,7 @@ def write_snapshot(timeline: Timeline, path: str | Path) -> None:
     tape knows of no allocator. What was there before the step is in a segment without an event.
     """
     storages = sorted((each for each in timeline.storages if each.num_bytes), key=lambda each: each.start)
-    sizes = (_round_up(each.num_bytes) for each in storages)
+    sizes = (round_up(each.num_bytes, ROUNDING_BYTES) for each in storages)
     addresses = itertools.accumulate(sizes, initial=_FIRST_ADDRESS)
     events: list[tuple[int, int, dict[str, Any]]] = []
     segments = []
@@ -73,17 +73,13 @@ def write_snapshot(timeline: Timeline, path: str | Path) -> None:
 
 
 def _make_segment(num_bytes: int, address: int, frames: list[dict[str, Any]]) -> dict[str, Any]:
-    size = _round_up(num_bytes)
+    size = round_up(num_bytes, ROUNDING_BYTES)
     block = {"address": address, "size": size, "requested_size": num_bytes, "state": "active_allocated"}
     return {
         "device": 0, "address": address, "total_size": size, "stream": 0, "segment_type": "large",
         "segment_pool_id": (0, 0), "is_expandable": False, "frames": [], "allocated_size": size, "active_size": size,
         "requested_size": num_bytes, "blocks": [block | {"frames": frames}],
     }  # fmt: skip
-
-
-def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _write(path: str | Path, content: bytes) -> None:

@@ -60,10 +60,7 @@ def leave_out_stand_ins(recompute: Iterable[str]) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def simulate_rank(tensor_parallel: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of a tensor-parallel group of this size, on a CPU, with Megatron's random states.
-
-    Raises ValueError where torch.distributed is already initialised.
-    """
+    """Inside, this process is rank 0 of so large a tensor-parallel group, on a CPU, with Megatron's random states."""
     cpu.use_cpu()
     with simulate_layout(tensor_parallel):
         model_parallel_cuda_manual_seed(1234)
@@ -153,11 +150,6 @@ def describe_parts(config: TransformerConfig, run: Run) -> TransformerConfig:
     return config
 
 
-def _take_as_chosen(config: TempoConfig) -> Choices:
-    """`config` for a model in which all experts are on one rank, which could not have all that the run can."""
-    return Choices(config=config, written=config, reasons={})
-
-
 def _leave_latent_attention(run: Run) -> TempoConfig:
     """The run's choices, in which latent attention is that of Transformer Engine."""
     if not run.model.multi_latent_attention:
@@ -172,10 +164,7 @@ def _leave_latent_attention(run: Run) -> TempoConfig:
 
 
 def _find_predicting(run: Run, has_experts: Sequence[bool]) -> int:
-    """The layer whose like multi-token prediction has: the last, or of a hybrid the last that is as its pattern says.
-
-    Raises ValueError where there is none.
-    """
+    """The layer that those of multi-token prediction are like: the last, of a hybrid the last as its pattern says."""
     if run.hybrid is None:
         return len(has_experts) - 1
     wanted = run.hybrid.mtp_pattern == "*E"
@@ -295,11 +284,13 @@ class ChunkModel:
         }
         self.tempo = dataclasses.replace(chosen, layers=values if chosen.layers else {})
         self.shape = shape.take_layers(built)
+        # All experts are on one rank in this model, which could not choose all that the run can.
+        taken = Choices(config=self.tempo, written=self.tempo, reasons={})
         with leave_out_experts():
             self.model = model = build_model(
                 self.shape,
                 config,
-                _take_as_chosen(self.tempo),
+                taken,
                 run.padded_vocab_size,
                 pre_process=ends.embedding,
                 post_process=ends.head,
@@ -312,7 +303,8 @@ class ChunkModel:
                 MTPLossLoggingHelper.tracker = {"values": torch.zeros(run.mtp_num_layers, dtype=torch.float32)}
             if ends.prediction:
                 of_all = dataclasses.replace(chosen, layers={})
-                specs = make_specs(self.shape, model.config, _take_as_chosen(of_all))["decoder"].layer_specs
+                taken = Choices(config=of_all, written=of_all, reasons={})
+                specs = make_specs(self.shape, model.config, taken)["decoder"].layer_specs
                 spec = specs[_find_predicting(run, [mixed[index] for index in built])]
                 _put_multi_token_prediction(model, spec, run, of_all)
                 model.train()

@@ -67,10 +67,7 @@ class Follower(TorchDispatchMode):
     def __enter__(self) -> Follower:
         if self._count_host is not None:
             self.tape.on_host.append(self._count_host())
-        self._context.enter_context(self._scopes.follow(self.tape))
-        for parameter in self._scopes.list_trained():
-            hook = parameter.register_post_accumulate_grad_hook(self.note_gradients)
-            self._context.callback(hook.remove)
+        self._context.enter_context(self._scopes.follow(self.tape, self.note_gradients))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

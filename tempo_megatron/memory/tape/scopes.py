@@ -68,18 +68,16 @@ class Scopes:
         """The operation that runs now; empty outside of submodules."""
         return self._scopes[-1]
 
-    def list_trained(self) -> list[Tensor]:
-        """The parameters that get a gradient."""
-        return [p for model in self._models for p in model.parameters() if p.requires_grad]
-
     def list_saved(self, outputs: Iterable[Tensor]) -> list[SavedStorage]:
         """The distinct storages that the graph behind `outputs` holds, each under the operation whose node is first."""
         nodes = sorted(find_nodes_since(0, outputs), key=lambda node: node._sequence_nr())
         storages: dict[int, SavedStorage] = {}
         for node in nodes:
             for _, held in find_saved_tensors(node):
-                if not isinstance(held, Tensor) or isinstance(held, torch.nn.Parameter) or _is_number(held):
+                if not isinstance(held, Tensor) or isinstance(held, torch.nn.Parameter):
                     continue
+                if held.dim() == 0 and held.dtype in (torch.int64, torch.float64):
+                    continue  # a Python number, for which torch has such a tensor in the host's memory
                 storage = held.untyped_storage()
                 if storage._cdata not in self._known and storage._cdata not in storages:
                     owner = self._owners.get(storage._cdata) or self._find_operation(node)
@@ -99,13 +97,16 @@ class Scopes:
         return "backward", self._find_operation(node)
 
     @contextlib.contextmanager
-    def follow(self, tape: Tape | None = None) -> Iterator[None]:
+    def follow(self, tape: Tape | None = None, note_gradient: Callable[[Tensor], None] | None = None) -> Iterator[None]:
         """Note inside this context which operation runs.
 
-        tape: is told where the forward of a model begins and ends, and where a backward begins.
+        Args:
+            tape: is told where the forward of a model begins and ends, and where a backward begins.
+            note_gradient: is called with each parameter whose gradient is complete.
         """
         self._tape = tape or self._tape
-        hooks: list[Any] = []
+        trained = (p for model in self._models for p in model.parameters() if p.requires_grad and note_gradient)
+        hooks: list[Any] = [p.register_post_accumulate_grad_hook(note_gradient) for p in trained]
         with contextlib.ExitStack() as undo:
             for model in self._models:
                 for stack in STACKS:
@@ -131,7 +132,7 @@ class Scopes:
         if dispatcher is not None:
             stock, operation = type(dispatcher), f"{name}.{DISPATCHER}"
             # A class, since a dispatcher may be copied.
-            methods = {each: self._run_as(operation, getattr(stock, each)) for each in _OF_DISPATCHERS}
+            methods = {each: self._run(operation)(getattr(stock, each)) for each in _OF_DISPATCHERS}
             dispatcher.__class__ = type(stock.__name__, (stock,), methods)
             undo.callback(setattr, dispatcher, "__class__", stock)
 
@@ -141,17 +142,15 @@ class Scopes:
                 self._owners[mask.untyped_storage()._cdata] = MASK
 
     def _name_results(self, operation: str, get_function: Any, *args: Any) -> Any:
-        return self._run_as(operation, get_function(*args))
+        return self._run(operation)(get_function(*args))
 
-    def _run_as(self, operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self._enter(operation)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._leave()
-
-        return run
+    @contextlib.contextmanager
+    def _run(self, operation: str) -> Iterator[None]:
+        self._enter(operation)
+        try:
+            yield
+        finally:
+            self._leave()
 
     def _begin_forward(self) -> None:
         if not self._is_in_forward and torch._C._current_autograd_node() is None:
@@ -185,8 +184,3 @@ def record_saved(
     with scopes.follow():
         output = forward()
     return output, scopes.list_saved(t for t in tree_leaves(output) if isinstance(t, Tensor))
-
-
-def _is_number(held: Tensor) -> bool:
-    """Whether a node keeps a Python number, for which torch has a tensor of no dimensions in the host's memory."""
-    return held.dim() == 0 and held.dtype in (torch.int64, torch.float64)
