@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tempo_megatron.megatron_lm.versions import LaunchError
+from tempo_megatron.memory.megatron.options import RaisingParser
 from tempo_megatron.settings.arguments import Budget, add_ledger_argument, add_tempo_arguments, read_tempo_of_run
 from tempo_megatron.settings.config import SETTINGS, TempoConfig, check_block
 from tempo_megatron.words.argument_types import parse_output
@@ -46,8 +47,8 @@ def read_options(argv: Sequence[str]) -> tuple[TempoConfig, Budget | None, str |
 
     Raises LaunchError for unknown values, files that cannot be read, and arguments that would be ignored.
     """
-    args, _ = add_options(_Parser(allow_abbrev=False, add_help=False)).parse_known_args(list(argv))
     try:
+        args, _ = add_options(RaisingParser(allow_abbrev=False, add_help=False)).parse_known_args(list(argv))
         config, budget = read_tempo_of_run(args, _read_blocks(args))
     except ValueError as error:
         raise LaunchError(str(error)) from error
@@ -65,7 +66,7 @@ def take_options(words: list[str]) -> list[str]:
 
     A value that may be left out, such as the prefix of --tempo-ledger, is taken after "=" only.
     """
-    actions = add_options(_Parser(allow_abbrev=False, add_help=False))._option_string_actions
+    actions = add_options(RaisingParser(add_help=False))._option_string_actions
     taken: list[str] = []
     while words and (name := words[0].partition("=")[0]) in actions:
         action, word = actions[name], words.pop(0)
@@ -86,11 +87,6 @@ def check_outputs(report: str | None, ledger: str | None) -> None:
                 parse_output(file)
         except argparse.ArgumentTypeError as error:
             raise LaunchError(f"{option}: {error}") from error
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise LaunchError(message)
 
 
 def _read_blocks(args: argparse.Namespace) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -371,21 +371,14 @@ def cut_layers(
     return (per_chunk,) * (num_layers // per_chunk)
 
 
-def read_recomputation(
-    granularity: str | None,
-    method: str | None,
-    num_layers: int | None,
-    modules: Sequence[str] | None,
-    *,
-    model: ModelShape,
-    fuses_norms: bool = False,
-) -> dict[str, Any]:
-    """The fields of a Run for Megatron's arguments of these names; `fuses_norms` says whether each norm before
-    attention and MLP is one module with the linear behind it. Raises ValueError for what the estimate does not know."""
-    if granularity is None:
+def read_recomputation(config: Any, *, model: ModelShape, fuses_norms: bool = False) -> dict[str, Any]:
+    """The fields of a Run for the fields `recompute_*` of a TransformerConfig, or of what has the same;
+    `fuses_norms` says whether each norm before attention and MLP is one module with the linear behind it. Raises
+    ValueError for what the estimate does not know."""
+    if config.recompute_granularity is None:
         return {}
-    if granularity == "selective":
-        taken, known = tuple(modules or ("core_attn",)), ["core_attn", "mlp"]
+    if config.recompute_granularity == "selective":
+        taken, known = tuple(config.recompute_modules or ("core_attn",)), ["core_attn", "mlp"]
         known += ["moe", "shared_experts", "moe_act"] if model.num_experts is not None else []
         known += ["mla_up_proj"] if model.multi_latent_attention else []
         has_norms = len(known) > 2
@@ -398,6 +391,7 @@ def read_recomputation(
             # No norm is a module of its own, and Megatron recomputes none (core/transformer/transformer_layer.py:384).
             taken = tuple(name for name in taken if name != "layernorm")
         return {"recompute": taken}
+    method, num_layers = config.recompute_method, config.recompute_num_layers
     if method == "uniform" and num_layers != 1:
         raise ValueError(
             f"--recompute-method uniform recomputes {num_layers} layers together, and the estimate knows each layer by "

@@ -204,11 +204,5 @@ def read_run(run: RunConfig, padded_vocab_size: int | None) -> Run:
         chip=find_chip(),
         stock="local" if run.on_gpu else "cpu",
         masked_softmax_fusion=run.masked_softmax_fusion and has_fused_softmax(),
-        **read_recomputation(
-            run.recompute_granularity,
-            run.recompute_method,
-            run.recompute_num_layers,
-            run.recompute_modules,
-            model=model,
-        ),
+        **read_recomputation(run, model=model),
     )

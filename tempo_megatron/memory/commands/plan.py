@@ -263,10 +263,8 @@ def _write_planned_command(args: argparse.Namespace, command: Command, run: Run,
     """The command with the plan in place of what it said of Tempo and of recomputation."""
     # --moe-imbalance stands in no command: its experts are as it says.
     run = dataclasses.replace(run, moe_imbalance=read_run_of_command(args, command)[0].moe_imbalance)
-    recomputed, _ = parse_options(plan.megatron_arguments)
-    names = ("granularity", "method", "num_layers", "modules")
-    recomputation = (getattr(recomputed, f"recompute_{name}") for name in names)
-    planned = dataclasses.replace(run, tempo=plan.tempo, **read_recomputation(*recomputation, model=run.model))
+    recomputation = read_recomputation(parse_options(plan.megatron_arguments)[0], model=run.model)
+    planned = dataclasses.replace(run, tempo=plan.tempo, **recomputation)
     words = ["--use-tempo"]
     for name, value in plan.block.items():
         if name != "layers":

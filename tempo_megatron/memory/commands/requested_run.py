@@ -89,7 +89,8 @@ def read_requested_run(args: argparse.Namespace, tempo: TempoConfig, deepspeed: 
         names=OURS,
     )
     if args.recompute and "full" not in args.recompute:
-        read_recomputation("selective", None, None, args.recompute, model=shape)
+        asked = argparse.Namespace(recompute_granularity="selective", recompute_modules=args.recompute)
+        read_recomputation(asked, model=shape)
     batch = {name: given[name] for name in ("micro_batch_size", "num_micro_batches") if name in given}
     run = Run(
         model=shape,

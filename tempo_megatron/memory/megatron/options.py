@@ -337,7 +337,7 @@ GONE = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class RaisingParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
@@ -395,7 +395,7 @@ def list_options(field: str) -> dict[str, Option]:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = RaisingParser(add_help=False, allow_abbrev=False)
     for name, option in READ.items():
         settings: dict[str, Any] = {"dest": get_field(name), "default": option.default}
         if option.kind is bool:

@@ -114,8 +114,8 @@ def read_run(
         **_read_positions(config, arguments, stock),
         **of_model,
     )
-    names = () if layers_only else ("granularity", "method", "num_layers", "modules")
-    recomputation = [getattr(config, f"recompute_{name}") for name in names] or [None] * 4
+    fuses_norms = stock == "transformer_engine"
+    recomputation = {} if layers_only else read_recomputation(config, model=model, fuses_norms=fuses_norms)
     return Run(
         model=model,
         tempo=tempo,
@@ -154,7 +154,7 @@ def read_run(
         and config.apply_rope_fusion
         and config.position_embedding_type == "rope",
         **of_run,
-        **read_recomputation(*recomputation, model=model, fuses_norms=stock == "transformer_engine"),
+        **recomputation,
     )
 
 

@@ -33,12 +33,16 @@ class Flops(NamedTuple):
     """The output layer, and the dense layer before it that a BERT has."""
 
     @property
+    def projections(self) -> int:
+        return self.linear_qkv + self.linear_proj
+
+    @property
     def mlp(self) -> int:
         return self.linear_fc1 + self.linear_fc2 + self.router
 
     @property
     def linears(self) -> int:
-        return self.linear_qkv + self.linear_proj + self.mlp
+        return self.projections + self.mlp
 
     @property
     def layers(self) -> int:
