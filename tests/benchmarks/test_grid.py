@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from compatibility import Results, describe_versions, read_results, run
 from covering import exhaustive
@@ -134,20 +135,9 @@ def test_results_outlast_a_killed_run(tmp_path: Path) -> None:
     assert read_results(path)[CASE.key] == expected
 
 
-def descendants_of(process: int) -> set[int]:
-    """Also of its threads, which start the pools, and of the server from which processes are forked."""
-    texts = []
-    for path in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # what has just ended
-            texts.append(path.read_text())
-    children = {int(word) for text in texts for word in text.split()}
-    return children.union(*map(descendants_of, children))
-
-
-def is_alive(process: int) -> bool:
-    stat = Path(f"/proc/{process}/stat")
-    with contextlib.suppress(OSError):
-        return stat.read_text().rpartition(") ")[2][0] != "Z"
+def is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
@@ -159,11 +149,11 @@ def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--full", "--output", str(output), "--only", "| off | p 0.1 |"]
     grid = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
-    children: set[int] = set()
+    children: set[psutil.Process] = set()
     # The first result: every process of the pool runs.
     while time.monotonic() < deadline and not (output.exists() and len(read_results(output)) > 0):
         assert grid.poll() is None
-        children |= descendants_of(grid.pid)
+        children.update(psutil.Process(grid.pid).children(recursive=True))
         time.sleep(0.5)
     grid.kill()
     grid.wait()

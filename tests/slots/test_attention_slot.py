@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from covering import exhaustive, parametrize_covering
+from covering import exhaustive
 from gpt import SEQ_LENGTH, build_gpt, gpt_config, gradients, run_tokens, tokens_of
 from megatron.core.fusions import fused_softmax
 from megatron.core.models.common.embeddings import rope_utils
@@ -144,25 +144,13 @@ def test_what_runs_is_said_in_words():
 
 
 NUM_TOKENS = 64
-FORMS = {"flash": 0.125, "softmax": 0.0}
-"""logsumexp, 4 bytes per token and head, in sbh where a head has 32 columns."""
 
 
-def kept_by_grouped_queries(num_query_groups, attention, tp=1, norm="inplace", **settings):
-    """sbh of a layer of 8 heads."""
+def layer_sbh(norm, **settings):
+    """Of a layer of 8 heads with unfused attention in Tempo's form."""
     sizes = {"num_layers": 1, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 64}
-    shape = make_shape(**sizes, num_query_groups=num_query_groups, seq_length=NUM_TOKENS, **settings)
-    tempo = TempoConfig(attention=attention, norm=norm)
-    return measure_run(build_run(shape, tempo, stock="cpu", tp=tp, sp=tp > 1)).layer_sbh
-
-
-@parametrize_covering(num_query_groups=[8, 4, 2], tp=[1, 2], attention=list(FORMS))
-def test_attention_keeps_q_k_and_v_and_nothing_of_their_size_beside(num_query_groups, tp, attention):
-    found = kept_by_grouped_queries(num_query_groups, attention, tp)
-    # 16-bit q, k, v, context, two norms and gelu output; a bit per gelu element; rstd of two norms.
-    per_rank = 2 + 2 * 2 * num_query_groups / 8 + 2 + 2 * 2 + 8 + 0.5 + FORMS[attention]
-    # Each rank of a sequence-parallel group holds its rows of a norm's output, and all of two norms' gamma and beta.
-    assert found == pytest.approx((per_rank + 2 * 4 / 256) / tp + 2 * 8 / NUM_TOKENS, abs=1e-9)
+    shape = make_shape(**sizes, seq_length=NUM_TOKENS, **settings)
+    return measure_run(build_run(shape, TempoConfig(attention="softmax", norm=norm), stock="cpu")).layer_sbh
 
 
 # Bytes per head and token: rstd; none, they are made again; torch's of 16 bits on a CPU.
@@ -171,8 +159,7 @@ STATISTICS = {"inplace": 4, "recompute": 0, "off": 4}
 
 @pytest.mark.parametrize("norm", STATISTICS)
 def test_copies_are_not_made_where_a_norm_of_q_or_k_keeps_the_projection(norm):
-    found = kept_by_grouped_queries(8, "softmax", qk_layernorm=True, norm=norm)
-    plain = kept_by_grouped_queries(8, "softmax", norm=norm)
+    found, plain = layer_sbh(norm, qk_layernorm=True), layer_sbh(norm)
     statistics = 2 * 8 * STATISTICS[norm] / 256
     # In place the norms keep q and k themselves, with gamma and beta of a head's 32 columns. Stock keeps the
     # projection, and q and k are attention's. Recomputed, the projection alone is kept.

@@ -14,13 +14,14 @@ import pytest
 import torch
 from covering import exhaustive
 from distributed import run_megatron_ranks
-from expert_cases import SWIGLU
 from gpt import FULL, build_gpt, gpt_config, gradients, losses
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import moe_utils
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten
 
 from tempo_megatron import TempoConfig, set_micro_batch
 from tempo_megatron.models.build import DTYPES, build_layer, build_model, build_transformer_config, make_inputs
@@ -230,15 +231,17 @@ def train(check: str, sequence_parallel: bool, settings: dict[str, Any], values:
 
 
 EXPERTS = {
-    **{
-        **SWIGLU,
-        "num_moe_experts": 4,
-        "moe_ffn_hidden_size": 48,
-        "moe_router_topk": 2,
-        "moe_aux_loss_coeff": 0.1,
-        "moe_z_loss_coeff": 0.1,
-    },
-    **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_input_jitter_eps": 0.1},
+    "activation_func": F.silu,
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 48,
+    "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.1,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_input_jitter_eps": 0.1,
 }
 RUNS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "GPT": ({}, {}),
@@ -254,20 +257,13 @@ def train_twice(sequence_parallel: bool, names: tuple[str, ...]) -> Any:
     return {name: [train(check, sequence_parallel, *RUNS[name]) for check in ("auto", "off")] for name in names}
 
 
-def list_tensors(found: Any) -> list[torch.Tensor]:
-    """Tensors, and what else there is as tensors, in a nest of containers."""
-    if isinstance(found, torch.Tensor):
-        return [found]
-    if isinstance(found, (str, bytes)):
-        return [torch.tensor([*found.encode()] if isinstance(found, str) else [*found])]
-    values = [part for pair in found.items() for part in pair] if isinstance(found, dict) else found
-    return [tensor for value in values for tensor in list_tensors(value)]
-
-
 def assert_alike(runs: dict[str, Any]) -> None:
     for name, ((lines, checked), (silent, plain)) in runs.items():
         assert [line[:8] for line in lines] == ["checked:"] and silent == [], (name, lines)
-        assert all(map(torch.equal, list_tensors(checked), list_tensors(plain))), name
+        (ours, structure), (theirs, same) = tree_flatten(checked), tree_flatten(plain)
+        assert structure == same, name
+        for found, expected in zip(ours, theirs, strict=True):
+            assert torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected, name
 
 
 @ONE_RANK

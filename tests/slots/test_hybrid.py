@@ -7,6 +7,7 @@ from typing import Any
 
 import megatron_wheels
 import pytest
+from megatron_versions import is_equal
 from script_ranks import results
 
 
@@ -19,10 +20,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("name", ["norms in place", "recompute, swiglu and RMSNorm"])
 def test_without_dropout_every_layer_of_a_pattern_equals_stocks(found: Any, name: str) -> None:
     case = found["cases"][name]
-    stock, tempo = case["loss"]
-    assert tempo == pytest.approx(stock, rel=1e-6)
-    assert case["gradient_error_eps"] <= 100 and case["gradients"] > 20
-    assert case["same"] == {"keys": True, "sharded": True, "classes": True}
+    assert is_equal(case) and case["gradients"] > 20, case
 
 
 def test_a_gpt_read_as_a_hybrid_and_back_keeps_its_dropout_masks(found: Any) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import pytest
 import torch
 from distributed import run_megatron_ranks, run_steps
-from gpt import FULL, SEQ_LENGTH, assert_equal_to_stock, gradients, losses
+from gpt import FULL, SEQ_LENGTH, assert_equal_to_stock, differentiate, losses
 from latent_cases import build_latent
-from megatron.core import parallel_state
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
 from tempo_megatron import TempoConfig
+from tempo_megatron.memory.tape.scopes import record_saved
 from tempo_megatron.slots.report import report_on
 
 OFF, AUTO = TempoConfig.off(), TempoConfig()
@@ -28,26 +27,9 @@ BATCH = 2
 def train(tempo_config, **settings):
     """The loss, gradients by name, the bytes that autograd keeps after the forward, and the report."""
     model = build_latent(tempo_config, **settings)
-    packed = []
-
-    def pack(tensor):
-        packed.append(tensor)
-        return tensor
-
-    # Beside such hooks nothing is dropped that Tempo recomputes.
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks if tempo_config.norm != "recompute" else contextlib.nullcontext():
-        loss = losses(model, 3, BATCH, gives_mask=tempo_config.is_off).sum()
-    kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in packed}
-    for parameter in model.parameters():
-        kept.pop(parameter.untyped_storage()._cdata, None)
-    packed.clear()
-    loss.backward()
-    loss = loss.detach()
-    if parallel_state.get_context_parallel_world_size() > 1:
-        torch.distributed.all_reduce(loss, group=parallel_state.get_context_parallel_group())
+    loss, saved = record_saved(model, lambda: losses(model, 3, BATCH, gives_mask=tempo_config.is_off).sum())
     report = report_on(model) if not tempo_config.is_off else None
-    return (loss.item(), gradients(model)), sum(kept.values()), report
+    return differentiate(model, loss), sum(each.num_bytes for each in saved), report
 
 
 SP = {"sequence_parallel": True}
@@ -148,17 +130,8 @@ def test_the_rotary_key_has_the_gradient_of_every_ranks_heads():
                 torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-12)
 
 
-def refusal():
-    try:
-        build_latent(RECOMPUTE, **UP_PROJECTIONS)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
+@pytest.mark.usefixtures("one_rank")
 def test_recomputed_attention_beside_recomputed_projections_is_refused():
-    assert run_megatron_ranks(refusal, 1, 1) == [
-        "recompute_modules holds mla_up_proj, after which queries, keys and values are there too late to make the "
-        'output again, which Tempo\'s attention does not support; set tempo.attention to "flash" or "softmax" or '
-        '"off"'
-    ]
+    reason = "recompute_modules holds mla_up_proj, after which queries, keys and values are there too late to make the "
+    with pytest.raises(ValueError, match=f'^{reason}.*; set tempo.attention to "flash" or "softmax" or "off"$'):
+        build_latent(RECOMPUTE, **UP_PROJECTIONS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import json
 from unittest import mock
@@ -193,19 +192,13 @@ def test_every_slot_is_filled_and_the_given_spec_stays_as_it_is():
     assert counts == {"norm": (4, 4), "attention": (1, 1), "dropout": (3, 3), "activation": (2, 2)}
 
 
-DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-HALF = {"params_dtype": torch.bfloat16, "bf16": True}
-CONTEXT, FLOAT32 = {"context_parallel_size": 2}, {"fp32_residual_connection": True}
 AGAIN = TempoConfig(linear_fc1="recompute", linear_qkv="recompute", attention="recompute")
 FC1, QKV = TempoConfig(linear_fc1="recompute"), TempoConfig(attention="off", linear_qkv="recompute")
-# Settings, attributes that are set once Megatron has checked the configuration, Tempo's values, words of the refusal.
+# Beside what tests/settings/test_choices.py has: settings, attributes that are set once Megatron has checked the
+# configuration, Tempo's values, words of the refusal.
 REFUSED = {
-    "swiglu": (
-        SWIGLU, {}, WRITTEN,
-        'activation is swiglu, and in place exists for .*set tempo.activation to "recompute" or "off"',
-    ),
     "context parallelism, the paper's form": (
-        {}, CONTEXT, TempoConfig(attention="softmax"),
+        {}, {"context_parallel_size": 2}, TempoConfig(attention="softmax"),
         'context_parallel_size is 2 and the form is softmax, .*set tempo.attention to "flash" or "recompute" or "off"',
     ),
     "recomputed layernorm": (
@@ -232,28 +225,16 @@ REFUSED = {
         r"copies of q, k and v; expected Tempo's attention, or one that Megatron recomputes \(core_attn\); set "
         'tempo.attention to "flash", or tempo.linear_qkv to "off"$',
     ),
-    "fp8": ({}, {"fp8": "e4m3"}, FC1, "^fp8 or fp4 is on"),
 }  # fmt: skip
-ALLOWED = {
-    "context parallelism": (DROPS, CONTEXT, WRITTEN),
-    "multi-token prediction": (DROPS, {"mtp_num_layers": 1}, WRITTEN),
-    "float32 residual, stock norm": (HALF, FLOAT32, dataclasses.replace(WRITTEN, norm="off")),
-    "float32 residual, parameters of 16 bits": (HALF, FLOAT32, WRITTEN),
-    "float32 residual and parameters": ({}, FLOAT32, WRITTEN),
-}
 
 
 @ONE_RANK
-@pytest.mark.parametrize("name", [*REFUSED, *ALLOWED])
-def test_what_cannot_be_is_refused_at_the_start_with_the_remedy_and_what_can_is_not(name):
-    settings, attributes, tempo_config, *message = (REFUSED | ALLOWED)[name]
+@pytest.mark.parametrize(("settings", "attributes", "tempo_config", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_at_the_start_with_the_remedy(settings, attributes, tempo_config, message):
     config = gpt_config(**settings)
     for attribute, value in attributes.items():
         setattr(config, attribute, value)
-    if message:
-        with pytest.raises(ValueError, match=message[0]):
-            tempo_block_spec(config, tempo_config)
-    else:
+    with pytest.raises(ValueError, match=message):
         tempo_block_spec(config, tempo_config)
 
 

@@ -14,8 +14,8 @@ from gpt import (
     build_bert,
     build_gpt,
     build_t5,
+    differentiate,
     gpt_config,
-    gradients,
     losses,
     t5_losses,
 )  # fmt: skip
@@ -49,9 +49,7 @@ def test_loss_and_gradients_equal_stock(recomputation: dict[str, Any]) -> None:
     found = []
     for tempo_config in (MIXED, OFF):
         model = mixed_model(tempo_config, **recomputation)
-        loss = losses(model, 0, 2, gives_mask=True).mean()
-        loss.backward()
-        found.append((loss.item(), gradients(model)))
+        found.append(differentiate(model, losses(model, 0, 2, gives_mask=True).mean()))
     assert_equal_to_stock(*found)
 
 
@@ -109,14 +107,12 @@ def run_bert_or_t5(name: str, tempo_config: TempoConfig) -> Any:
     """Loss and gradients, and the norms in front of the MLPs of each stack."""
     build, run = {"BERT": (build_bert, bert_losses), "T5": (build_t5, t5_losses)}[name]
     model: Any = build(gpt_config(), tempo_config)
-    loss = run(model).mean()
-    loss.backward()
-    gradients_of = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
+    result = differentiate(model, run(model).mean())
     stacks = {stack: getattr(model, stack) for stack in ("encoder", "decoder") if hasattr(model, stack)}
     norms = {
         stack: [type(layer.pre_mlp_layernorm).__name__ for layer in block.layers] for stack, block in stacks.items()
     }
-    return (loss.item(), gradients_of), norms
+    return result, norms
 
 
 RECOMPUTES, IN_PLACE = "TempoRecomputeNorm", "TempoNorm"

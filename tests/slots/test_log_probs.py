@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from distributed import run_megatron_ranks
-from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, gradients
+from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, differentiate
 from gpt_loss_head import FUSED, HAS_MUP, MUP, OFF, ModelWithMuP, build, inputs, run
 from log_prob_inputs import reference
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
@@ -37,8 +37,8 @@ def results_of(tempo_config, case, **settings):
         assert found.shape == (2, 2, SEQ_LENGTH) and found.dtype == torch.float32 and torch.equal(alone, found[0])
     # A ratio, and a bonus for entropy.
     total = (found[0] + 3).clamp(-1, 1).exp().sum() + 0.1 * found[1].sum()
-    total.backward()
-    return total.item(), {**gradients(model), "results": found.detach()}
+    total, grads = differentiate(model, total)
+    return total, {**grads, "results": found.detach()}
 
 
 def results_of_all(tp):

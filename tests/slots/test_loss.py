@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from distributed import run_megatron_ranks
-from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, gpt_config, gradients
+from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, differentiate, gpt_config, gradients
 from gpt_loss_head import FUSED, HAS_MUP, MUP, OFF, ModelWithMuP, build, inputs, run
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
@@ -83,8 +83,7 @@ def train_bert(tempo_config, gives_loss_mask, *, is_tied, is_constructed=False):
     losses, order = run_bert(model, inputs()[-1], **({"loss_mask": masked()} if gives_loss_mask else {}))
     assert losses.dtype == torch.float32 and losses.shape == (2, SEQ_LENGTH)
     loss = (losses * masked()).sum() / masked().sum() + F.cross_entropy(order.float(), torch.tensor([0, 1]))
-    loss.backward()
-    return loss.item(), gradients(model)
+    return differentiate(model, loss)
 
 
 def train_all(tp):
@@ -121,9 +120,8 @@ def test_the_last_stage_of_a_pipeline_equals_stock(is_tied):
         model = build(tempo_config, is_tied=is_tied, pre_process=False, post_process=True)
         hidden = torch.randn(SEQ_LENGTH, 2, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
         model.set_input_tensor(hidden)
-        losses = run(model)
-        losses.sum().backward()
-        found.append((losses.sum().item(), {**gradients(model), "input": hidden.grad}))
+        loss, found_gradients = differentiate(model, run(model).sum())
+        found.append((loss, {**found_gradients, "input": hidden.grad}))
     assert_equal_to_stock(*found)
 
 

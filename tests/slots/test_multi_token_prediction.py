@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import megatron_wheels
 import pytest
-from distributed import run_megatron_ranks, run_megatron_ranks_once
+from distributed import run_steps
 from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock
 from prediction_cases import BATCH, DEPTHS, FULL, OFF, build, forward, train
 from script_ranks import results
@@ -41,35 +43,14 @@ STEPS = {
 }
 
 
-def take_steps(steps, *others):
-    """What each step gave, and what `others` return."""
-    found = {
+def take_steps(steps):
+    return {
         name: train(tempo_config, gives_mask=tempo_config.is_off, **settings)
         for name, (tempo_config, settings) in steps.items()
     }
-    return found, *(other() for other in others)
 
 
-def kept_and_reports():
-    """Bytes that autograd keeps with each loss head, and the report."""
-    found = {}
-    for name, tempo_config in (("fused", ON), ("stock", TempoConfig(loss="off"))):
-        model = build(tempo_config, is_tied=False)
-        kept = kept_storages(lambda model=model: forward(model, gives_mask=False, gives_loss_mask=False)[0])
-        found[name] = sum(kept.values())
-    report = report_on(model)
-    return found, report.describe_counts(), report.describe_left()
-
-
-def steps_of(tp, cp=1):
-    """By rank, what the steps of this layout gave."""
-    if cp > 1:
-        return [found for found, *_ in run_megatron_ranks(take_steps, cp, 1, STEPS[tp, cp], context_parallel_size=cp)]
-    return [found for found, *_ in steps_and_more(tp)]
-
-
-def steps_and_more(tp):
-    return run_megatron_ranks_once(take_steps, tp, tp, STEPS[tp, 1], *([kept_and_reports] if tp == 1 else []))
+steps_of = functools.partial(run_steps, take_steps, STEPS)
 
 
 @pytest.mark.parametrize(("tp", "name"), [(1, "untied"), (1, "recompute"), (2, "SP")])
@@ -103,12 +84,18 @@ def test_masks_are_those_of_one_process():
             assert_equal_to_stock(result, alone["dropped, per token"][0])
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_no_logits_are_kept_and_every_slot_is_replaced():
-    ((_, (found, counts, left)),) = steps_and_more(1)
+    found = {}
+    for name, tempo_config in (("fused", ON), ("stock", TempoConfig(loss="off"))):
+        model = build(tempo_config, is_tied=False)
+        kept = kept_storages(lambda model=model: forward(model, gives_mask=False, gives_loss_mask=False)[0])
+        found[name] = sum(kept.values())
+    report = report_on(model)
     # Stock keeps a softmax in float32 for the decoder and for each depth; the fused head 16 bytes a token.
     assert found["stock"] - found["fused"] >= (1 + DEPTHS) * SEQ_LENGTH * BATCH * (4 * VOCAB_SIZE - 16)
-    assert counts == "activation 4 of 4, norm 15 of 15, dropout 9 of 9, attention 4 of 4, loss 0 of 1"
-    assert left == ["loss in model (output_layer): off"]
+    counts = "activation 4 of 4, norm 15 of 15, dropout 9 of 9, attention 4 of 4, loss 0 of 1"
+    assert (report.describe_counts(), report.describe_left()) == (counts, ["loss in model (output_layer): off"])
 
 
 def test_in_a_megatron_that_numbers_its_layers_from_one_and_repeats_a_layer(tmp_path):

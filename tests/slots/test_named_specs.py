@@ -4,7 +4,7 @@ import functools
 import types
 
 import pytest
-from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, build_gpt, gpt_config, gradients, losses
+from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, build_gpt, differentiate, gpt_config, losses
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.spec_utils import import_module
 from torch.nn import functional as F
@@ -34,12 +34,11 @@ def train(name, **settings):
     config = gpt_config(**settings)
     spec = None if name is None else as_gpt_builder_does(config, name)
     model = build_gpt(config, OFF, spec=spec)
-    loss = losses(model, 0, 2, gives_mask=name is None).mean()
-    loss.backward()
+    result = differentiate(model, losses(model, 0, 2, gives_mask=name is None).mean())
     layer = model.decoder.layers[1]
     norm = type(layer.input_layernorm)
     classes = [type(layer.mlp), norm, type(model.decoder.final_layernorm) is norm]
-    return (loss.item(), gradients(model)), classes, [sorted(model.state_dict()), sorted(model.sharded_state_dict())]
+    return result, classes, [sorted(model.state_dict()), sorted(model.sharded_state_dict())]
 
 
 @pytest.mark.parametrize(

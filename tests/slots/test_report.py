@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_megatron_ranks
-from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, build_gpt, gpt_config, gradients, losses
+from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, build_gpt, differentiate, gpt_config, losses
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -68,6 +68,11 @@ LINES: dict[str, tuple[TempoConfig, dict[str, Any], str, list[str]]] = {
         "activation 2 of 2, norm 5 of 5, dropout 4 of 4, attention 2 of 2, linear_fc1 1 of 2",
         ["linear_fc1 in decoder.layers.1 (mlp): mixture of experts"],
     ),
+    "linears again": (
+        TempoConfig(linear_qkv="recompute", layers={"1": {"linear_fc1": "recompute"}}), {"num_layers": 2},
+        "activation 2 of 2, norm 5 of 5, dropout 4 of 4, attention 2 of 2, linear_fc1 1 of 2, linear_qkv 2 of 2",
+        ["linear_fc1 in decoder.layers.0 (mlp): off"],
+    ),
     "query and key norms without weights": (
         TempoConfig(), {"qk_l2_norm": True, "num_layers": 1},
         "activation 1 of 1, norm 3 of 5, dropout 2 of 2, attention 1 of 1", [
@@ -91,9 +96,7 @@ def predicting_model(tempo_config: TempoConfig) -> Any:
     stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     prediction = get_gpt_mtp_block_spec(config, stock, use_transformer_engine=False)
     model = build_gpt(config, tempo_config, mtp_block_spec=prediction)
-    loss = losses(model, 0, 2, gives_mask=True).mean()
-    loss.backward()
-    return (loss.item(), gradients(model)), report_on(model)
+    return differentiate(model, losses(model, 0, 2, gives_mask=True).mean()), report_on(model)
 
 
 def test_multi_token_prediction_whose_spec_was_not_given_to_tempo_stays_as_it_is() -> None:
@@ -219,6 +222,7 @@ def test_a_value_that_another_value_of_the_given_spec_stands_against_is_refused(
     given = tempo_block_spec(config, TempoConfig(norm="recompute", activation="recompute", linear_fc1="recompute"))
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         tempoize(given, config, asked)
+    assert "linear_fc1=recompute" in given.choices.describe()
     # The same values, or those that leave the MLP to its first linear, are no others.
     tempoize(given, config, TempoConfig(norm="recompute", linear_fc1="recompute"))
 

@@ -8,9 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from distributed import run_megatron_ranks, run_megatron_ranks_once, run_steps
-from gpt import assert_equal_to_stock, build_gpt, build_t5, gpt_config, gradients, losses, t5_losses
-from megatron.core import parallel_state
+from distributed import run_megatron_ranks, run_steps
+from gpt import assert_equal_to_stock, build_gpt, build_t5, differentiate, gpt_config, losses, t5_losses
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
@@ -47,16 +46,12 @@ def take_steps(steps):
     found = {}
     for name, (tempo_config, settings) in steps.items():
         model = build_gpt(gpt_config(**settings), tempo_config)
-        loss = losses(model, 3, 2, gives_mask=tempo_config.is_off).sum()
-        loss.backward()
-        loss = loss.detach()
-        if parallel_state.get_context_parallel_world_size() > 1:
-            torch.distributed.all_reduce(loss, group=parallel_state.get_context_parallel_group())
+        result = differentiate(model, losses(model, 3, 2, gives_mask=tempo_config.is_off).sum())
         sharded = {
             key: (getattr(value, "global_shape", None), getattr(value, "global_offset", None))
             for key, value in model.sharded_state_dict().items()
         }
-        found[name] = (loss.item(), gradients(model)), sharded
+        found[name] = result, sharded
     return found
 
 
@@ -98,9 +93,7 @@ def relative_positions():
         config = gpt_config(init_method_std=0.1, params_dtype=torch.float64)
         model = build_t5(config, tempo_config, position_embedding_type="relative").double()
         with mock.patch.object(DotProductAttention, "forward", attend_plainly):
-            loss = t5_losses(model).mean()
-        loss.backward()
-        found[name] = loss.item(), gradients(model)
+            found[name] = differentiate(model, t5_losses(model).mean())
     return found
 
 
@@ -112,20 +105,14 @@ def test_relative_positions_of_t5_get_the_gradients_of_plain_attention():
             assert_equal_to_stock(found[each], found["plain"])
 
 
-def refusals():
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("exchange", "packed", "reason"),
+    [(SimpleNamespace(), None, "context_parallel_size is 1"), (None, SimpleNamespace(), "sequences are packed")],
+)
+def test_a_bias_beside_context_parallelism_or_packing_is_refused(exchange, packed, reason):
     attention = TempoDotProductAttention(gpt_config(), 1, AttnMaskType.causal, "self")
+    attention._exchange = exchange
     q, k, v = (torch.randn(4, 1, 4, 8) for _ in range(3))
-    bias, found = torch.zeros(1, 4, 4, 4), []
-    for exchange, packed in ((SimpleNamespace(), None), (None, SimpleNamespace())):
-        attention._exchange = exchange
-        try:
-            attention(q, k, v, None, attention_bias=bias, packed_seq_params=packed)
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-def test_a_bias_beside_context_parallelism_or_packing_is_refused():
-    (found,) = run_megatron_ranks_once(refusals, 1, 1)
-    assert ["context_parallel_size is 1" in found[0], "sequences are packed" in found[1]] == [True, True]
-    assert all(text.endswith('; set tempo.attention to "off"') for text in found)
+    with pytest.raises(ValueError, match=f'{reason}.*; set tempo.attention to "off"$'):
+        attention(q, k, v, None, attention_bias=torch.zeros(1, 4, 4, 4), packed_seq_params=packed)

@@ -29,6 +29,14 @@ def recorded_masks() -> Iterator[Masks]:
 
 
 @contextlib.contextmanager
+def recorded_draws() -> Iterator[dict[tuple[int, ...], list[tuple[int, bytes]]]]:
+    """{(key, sample, head, row): [(first column, whether each column is dropped) of each draw]}."""
+    drawn: dict[tuple[int, ...], list[tuple[int, bytes]]] = {}
+    with watched_rows(lambda place, row, first: drawn.setdefault(place[1:], []).append((first, row.tobytes()))):
+        yield drawn
+
+
+@contextlib.contextmanager
 def watched_rows(note: Callable[[Place, np.ndarray[Any, np.dtype[np.uint8]], int], object]) -> Iterator[None]:
     """note(place, which columns are dropped, first column) of every row that is drawn meanwhile on a CPU."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from sequence_parts import take_part
@@ -80,6 +82,27 @@ def losses(model: GPTModel, first_sample: int, batch: int, *, gives_mask: bool, 
     return run_tokens(model, tokens_of(first_sample, batch), mask)
 
 
+def run_schedule(
+    model: Any, forward: Callable[[int], torch.Tensor], first_samples: Sequence[int]
+) -> list[torch.Tensor]:
+    """The losses of micro batches of two samples, whose mean's gradients Megatron's schedule adds up; none but on a
+    pipeline's last stage. `forward` is given a micro batch's first sample."""
+
+    def run_one(samples: Iterator[int], _: Any) -> Any:
+        return forward(next(samples)), lambda out: (out.mean(), {"loss": out.detach()})
+
+    found = get_forward_backward_func()(
+        forward_step_func=run_one,
+        data_iterator=iter(first_samples),
+        model=model,
+        num_microbatches=len(first_samples),
+        seq_length=SEQ_LENGTH,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    return [each["loss"] for each in found]
+
+
 def run_tokens(model: GPTModel, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """The losses of a forward of tokens [b, s + 1] whose micro batch was announced, as of `losses`."""
     positions = torch.arange(SEQ_LENGTH).expand(len(tokens), -1)
@@ -88,11 +111,13 @@ def run_tokens(model: GPTModel, tokens: torch.Tensor, mask: torch.Tensor | None 
     return found
 
 
-def gradients(model: GPTModel) -> dict[str, torch.Tensor]:
+def gradients(model: Any) -> dict[str, torch.Tensor]:
     """Gradients by parameter name, summed over the context-parallel group, and those of sequence-parallel parameters
-    over the tensor-parallel group."""
+    over the tensor-parallel group. What the loss does not depend on, as BERT's pooler, has none."""
     found = {}
     for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
         grad = parameter.grad.clone()
         if getattr(parameter, "sequence_parallel", False):
             torch.distributed.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
@@ -100,6 +125,15 @@ def gradients(model: GPTModel) -> dict[str, torch.Tensor]:
             torch.distributed.all_reduce(grad, group=parallel_state.get_context_parallel_group())
         found[name] = grad
     return found
+
+
+def differentiate(model: Any, loss: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss, added up over the context-parallel group, and gradients by parameter name, after its backward."""
+    loss.backward()
+    loss = loss.detach()
+    if parallel_state.get_context_parallel_world_size() > 1:
+        torch.distributed.all_reduce(loss, group=parallel_state.get_context_parallel_group())
+    return loss.item(), gradients(model)
 
 
 def gradient_errors_eps(found: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -16,7 +16,8 @@ from typing import Any
 
 import script_ranks
 import torch
-from gpt import SEQ_LENGTH, VOCAB_SIZE, gpt_config, gradients, largest_gradient_error_eps
+from beside_stock import compare
+from gpt import SEQ_LENGTH, VOCAB_SIZE, gpt_config
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     gpt_compatible_layer_maps,
@@ -100,26 +101,7 @@ def build_gpt(tempo_config: TempoConfig, *, seed: int = 7, **settings: Any) -> A
 
 
 def measure(pattern: str, tempo_config: TempoConfig, **settings: Any) -> dict[str, Any]:
-    found = {}
-    for name, chosen in (("stock", OFF), ("tempo", tempo_config)):
-        model = build(pattern, chosen, **settings)
-        loss = run(model).mean()
-        loss.backward()
-        state = {key: value for key, value in model.state_dict().items() if value is not None}
-        found[name] = {
-            "loss": loss.item(),
-            "gradients": gradients(model),
-            "keys": {key: tuple(value.shape) for key, value in state.items()},
-            "sharded": {key: getattr(value, "key", key) for key, value in model.sharded_state_dict().items()},
-            "classes": [type(layer).__name__ for layer in model.decoder.layers],
-        }
-    stock, tempo = found["stock"], found["tempo"]
-    return {
-        "loss": [stock["loss"], tempo["loss"]],
-        "gradient_error_eps": largest_gradient_error_eps(tempo["gradients"], stock["gradients"]),
-        "gradients": len(stock["gradients"]),
-        "same": {name: stock[name] == tempo[name] for name in ("keys", "sharded", "classes")},
-    }
+    return compare(lambda chosen: build(pattern, chosen, **settings), lambda model, _: run(model), tempo_config)
 
 
 def retargeted(model: Any, pattern: str) -> Any:

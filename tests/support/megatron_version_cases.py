@@ -5,10 +5,12 @@ A script of script_ranks.py, which megatron_versions.py starts for each version.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import script_ranks
 import torch
+from beside_stock import compare
 from gpt import (
     RECOMPUTE,
     bert_losses,
@@ -16,7 +18,6 @@ from gpt import (
     build_gpt,
     build_t5,
     gpt_config,
-    largest_gradient_error_eps,
     losses,
     t5_losses,
 )
@@ -52,9 +53,9 @@ def build(kind: str, config: Any, tempo_config: TempoConfig) -> Any:
     return model
 
 
-def run(kind: str, model: Any, *, has_tempo: bool) -> torch.Tensor:
+def run(kind: str, model: Any, is_stock: bool) -> torch.Tensor:
     if kind == "GPT":
-        return losses(model, 0, 2, gives_mask=not has_tempo)
+        return losses(model, 0, 2, gives_mask=is_stock)
     return {"BERT": bert_losses, "T5": t5_losses}[kind](model)
 
 
@@ -74,25 +75,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], TempoConfig]] = {
 def measure(
     kind: str, settings: dict[str, Any], tempo_settings: dict[str, Any], tempo_config: TempoConfig
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, chosen, more in (("stock", OFF, {}), ("tempo", tempo_config, tempo_settings)):
-        model = build(kind, gpt_config(num_layers=1, **settings, **more), chosen)
-        loss = run(kind, model, has_tempo=name == "tempo").mean()
-        loss.backward()
-        # A parameter that the loss does not depend on, as BERT's pooler, has none.
-        gradients = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
-        shapes = {key: tuple(value.shape) for key, value in model.state_dict().items() if value is not None}
-        sharded = {key: getattr(value, "key", key) for key, value in model.sharded_state_dict().items()}
-        found[name] = (loss.item(), gradients, shapes, sharded)
-    stock, tempo = found["stock"], found["tempo"]
-    return {
-        "loss": [stock[0], tempo[0]],
-        "gradients": len(stock[1]),
-        "gradient_error_eps": largest_gradient_error_eps(tempo[1], stock[1]),
-        "same_gradients": stock[1].keys() == tempo[1].keys(),
-        "same_state_dict": stock[2] == tempo[2],
-        "same_sharded_keys": stock[3] == tempo[3],
-    }
+    def make(chosen: TempoConfig) -> Any:
+        return build(kind, gpt_config(num_layers=1, **settings, **({} if chosen.is_off else tempo_settings)), chosen)
+
+    return compare(make, functools.partial(run, kind), tempo_config)
 
 
 def dropped_loss(
@@ -100,7 +86,7 @@ def dropped_loss(
 ) -> float:
     """The loss at dropout 0.1, whose masks are a function of seed and place and so the same in every Megatron."""
     model = build(kind, gpt_config(num_layers=1, dropout=0.1, **settings, **tempo_settings), tempo_config)
-    loss = run(kind, model, has_tempo=True).mean()
+    loss = run(kind, model, False).mean()
     loss.backward()
     return float(loss)
 

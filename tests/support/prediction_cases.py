@@ -11,8 +11,8 @@ from gpt import (
     FULL,
     SEQ_LENGTH,
     VOCAB_SIZE,
+    differentiate,
     gpt_config,
-    gradients,
     largest_gradient_error_eps,
     tokens_of,
 )
@@ -64,6 +64,7 @@ def build(tempo_config: TempoConfig, *, is_tied: bool = True, **settings: Any) -
 
 def forward(model: Any, *, gives_mask: bool, gives_loss_mask: bool) -> Any:
     """The losses [b, s] of this context-parallel rank's tokens."""
+    MTPLossLoggingHelper.tracker.clear()  # sized by the first model of a process
     set_micro_batch(5, 3)
     tokens = tokens_of(3, BATCH) % TOKENS
     positions = torch.arange(SEQ_LENGTH).expand(BATCH, -1)
@@ -79,18 +80,13 @@ def forward(model: Any, *, gives_mask: bool, gives_loss_mask: bool) -> Any:
 
 def train(tempo_config: TempoConfig, *, gives_mask: bool, gives_loss_mask: bool = True, **settings: Any) -> Any:
     """(loss, gradients by name), what Megatron logs of the further tokens, and how many masks were drawn."""
-    MTPLossLoggingHelper.tracker.clear()
     derive_site_key.cache_clear()  # of each mask it is asked for one
     model = build(tempo_config, **settings)
     losses, loss_mask = forward(model, gives_mask=gives_mask, gives_loss_mask=gives_loss_mask)
     num_masks = derive_site_key.cache_info().currsize
-    loss = (losses * loss_mask).sum()
-    loss.backward()
-    loss = loss.detach()
-    if parallel_state.get_context_parallel_world_size() > 1:
-        torch.distributed.all_reduce(loss, group=parallel_state.get_context_parallel_group())
+    result = differentiate(model, (losses * loss_mask).sum())
     logged = {name: value.tolist() for name, value in MTPLossLoggingHelper.tracker.items() if name.endswith("values")}
-    return (loss.item(), gradients(model)), logged, num_masks
+    return result, logged, num_masks
 
 
 def measure_all(_: int) -> dict[str, Any]:

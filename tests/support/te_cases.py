@@ -19,15 +19,8 @@ from typing import Any  # noqa: E402
 
 import script_ranks  # noqa: E402
 import torch  # noqa: E402
-from gpt import (  # noqa: E402
-    SEQ_LENGTH,
-    VOCAB_SIZE,
-    bert_losses,
-    gpt_config,
-    gradients,
-    largest_gradient_error_eps,
-    losses,
-)
+from beside_stock import compare  # noqa: E402
+from gpt import SEQ_LENGTH, VOCAB_SIZE, bert_losses, gpt_config, losses  # noqa: E402
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.extensions import transformer_engine as extension  # noqa: E402
 from megatron.core.models.bert.bert_layer_specs import (  # noqa: E402
@@ -133,65 +126,11 @@ LATENT_CASES: dict[str, tuple[dict[str, Any], TempoConfig]] = {
 }
 
 
-# What Megatron asks parameters for, and what it takes an absent one for.
-FLAGS = {
-    "sequence_parallel": False,
-    "tensor_model_parallel": False,
-    "partition_dim": -1,
-    "partition_stride": 1,
-    "allreduce": True,
-}
-
-
-def describe(model: Any) -> dict[str, Any]:
-    """Everything that a checkpoint, plain or sharded, or an optimizer knows of a model's parameters."""
-    state = model.state_dict()
-    # Before 0.18 Megatron's MLP asks its activation, where that is a module, for a method that it has not.
-    is_sharded = not getattr(model.config, "use_te_activation_func", False)
-    sharded = model.sharded_state_dict() if is_sharded else {}
-    return {
-        "keys": {key: None if value is None else [list(value.shape), str(value.dtype)] for key, value in state.items()},
-        "order": list(state),
-        "sharded": {key: str(getattr(value, "key", key)) for key, value in sharded.items()},
-        "parameters": [
-            [name, list(each.shape), [getattr(each, flag, default) for flag, default in FLAGS.items()]]
-            for name, each in model.named_parameters()
-        ],
-    }
-
-
-def compare(found: dict[str, Any]) -> dict[str, Any]:
-    stock, tempo = found["stock"], found["tempo"]
-    same = {key: stock["description"][key] == tempo["description"][key] for key in stock["description"]}
-    start = all(torch.equal(a, b) for a, b in zip(stock["start"], tempo["start"], strict=True))
-    return {
-        "loss": [stock["loss"], tempo["loss"]],
-        "gradient_error_eps": largest_gradient_error_eps(tempo["gradients"], stock["gradients"]),
-        "gradients": len(stock["gradients"]),
-        "same": {**same, "gradients": stock["gradients"].keys() == tempo["gradients"].keys(), "start": start},
-        "extra_states": sum(key.endswith("_extra_state") for key in stock["description"]["order"]),
-    }
-
-
 def measure(build: Any, run: Any, settings: dict[str, Any], tempo_config: TempoConfig) -> dict[str, Any]:
-    found = {}
     # BERT's head has a norm of Megatron's own, which without Apex refuses sequence parallelism.
     is_parallel = parallel_state.get_tensor_model_parallel_world_size() > 1 and build is not build_bert
-    for name, chosen in (("stock", OFF), ("tempo", tempo_config)):
-        model = build(gpt_config(sequence_parallel=is_parallel, **settings), chosen)
-        start = [each.detach().clone() for each in model.parameters()]
-        loss = run(model).mean()
-        loss.backward()
-        for parameter in model.parameters():
-            if parameter.grad is None:  # BERT's pooler
-                parameter.grad = torch.zeros_like(parameter)
-        found[name] = {
-            "loss": loss.item(),
-            "gradients": gradients(model),
-            "description": describe(model),
-            "start": start,
-        }
-    return compare(found)
+    config = functools.partial(gpt_config, sequence_parallel=is_parallel, **settings)
+    return compare(lambda chosen: build(config(), chosen), lambda model, _: run(model), tempo_config)
 
 
 def run_gpt(model: Any) -> torch.Tensor:

@@ -47,29 +47,7 @@ class _HasExtraState(torch.nn.Module):
         assert state is None or state.numel() == 0
 
 
-class TransformerEngineBaseModule(_HasExtraState):
-    """What Transformer Engine's modules share: parameters with an init_fn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.param_init_meta: dict[str, Any] = {}
-        self.fp8_meta: dict[str, Any] = {}
-
-    def register_parameter(self, name: str, param: Any, **kwargs: Any) -> None:
-        super().register_parameter(name, param)
-        self.param_init_meta[name] = kwargs.get("init_fn")
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        if defer_init:
-            return
-        for name, parameter in self.named_parameters(recurse=False):
-            init_fn = self.param_init_meta[name]
-            if init_fn is not None:
-                with torch.no_grad():
-                    init_fn(parameter)
-
-
-class Linear(TransformerEngineBaseModule):
+class Linear(_HasExtraState):
     """y = x W^T + b with the communication of `parallel_mode`."""
 
     def __init__(
@@ -97,26 +75,18 @@ class Linear(TransformerEngineBaseModule):
         self.save_original_input = save_original_input
         make = functools.partial(torch.empty, dtype=params_dtype, device=device)
         self._add_norm(make, **more)
-        weight = make(self.out_features, self.in_features)
-        self.register_parameter("weight", torch.nn.Parameter(weight), init_fn=init_method)
-        if bias:
-            self.register_parameter("bias", torch.nn.Parameter(make(self.out_features)), init_fn=torch.nn.init.zeros_)
-        else:
-            self.bias = torch.Tensor()
-        self.reset_parameters(defer_init=device == "meta")
+        self.weight = torch.nn.Parameter(make(self.out_features, self.in_features))
+        if init_method is not None:
+            init_method(self.weight)
+        self._split(self.weight, 1 if parallel_mode == "row" else 0)
+        self.bias: Any = torch.nn.Parameter(make(self.out_features).zero_()) if bias else torch.Tensor()
+        if bias and parallel_mode == "row":
+            self.bias.sequence_parallel = self.sequence_parallel
+        elif bias and parallel_mode == "column":
+            self._split(self.bias, 0)
 
     def _add_norm(self, make: Any, **_: Any) -> None:
         pass
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        super().reset_parameters(defer_init=defer_init)
-        if not defer_init:
-            is_row = self.parallel_mode == "row"
-            self._split(self.weight, 1 if is_row else 0)
-            if self.use_bias and is_row:
-                self.bias.sequence_parallel = self.sequence_parallel
-            elif self.use_bias and self.parallel_mode == "column":
-                self._split(self.bias, 0)
 
     @staticmethod
     def _split(parameter: Any, dim: int) -> None:
@@ -199,17 +169,12 @@ class LayerNormLinear(Linear):
     ) -> None:
         self.return_layernorm_output, self.return_layernorm_output_gathered = return_layernorm_output, False
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
-        ones = torch.nn.init.zeros_ if zero_centered_gamma else torch.nn.init.ones_
-        self.register_parameter("layer_norm_weight", torch.nn.Parameter(make(self.in_features)), init_fn=ones)
-        beta = torch.nn.Parameter(make(self.in_features)) if normalization == "LayerNorm" else None
-        self.register_parameter("layer_norm_bias", beta, init_fn=torch.nn.init.zeros_)
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        super().reset_parameters(defer_init=defer_init)
-        if not defer_init:
-            for parameter in (self.layer_norm_weight, self.layer_norm_bias):
-                if parameter is not None:
-                    parameter.sequence_parallel = self.sequence_parallel
+        gamma, self.layer_norm_bias = make(self.in_features).fill_(0.0 if zero_centered_gamma else 1.0), None
+        self.layer_norm_weight: Any = torch.nn.Parameter(gamma)
+        if normalization == "LayerNorm":
+            self.layer_norm_bias = torch.nn.Parameter(torch.zeros_like(gamma))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         out, ln_out = _LayerNormLinear.apply(inp, self.layer_norm_weight, self.layer_norm_bias, self.weight, self)
@@ -296,7 +261,7 @@ class RMSNorm(_Norm):
     normalization = "RMSNorm"
 
 
-class DotProductAttention(TransformerEngineBaseModule):
+class DotProductAttention(_HasExtraState):
     """torch's attention on [s, b, a, d]."""
 
     def __init__(
@@ -400,7 +365,6 @@ def install() -> None:
     for cls in (Linear, LayerNormLinear, LayerNorm, RMSNorm, DotProductAttention):
         setattr(found["pytorch"], cls.__name__, cls)
     found["pytorch.ops"].GELU = GELU  # type: ignore[attr-defined]
-    found["pytorch.module.base"].TransformerEngineBaseModule = TransformerEngineBaseModule  # type: ignore[attr-defined]
     for name in ("pytorch.fp8", "pytorch.quantization"):
         found[name].FP8GlobalStateManager = FP8GlobalStateManager  # type: ignore[attr-defined]
     found["pytorch.utils"].torch_version = torch.__version__  # type: ignore[attr-defined]

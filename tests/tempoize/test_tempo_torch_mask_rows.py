@@ -7,7 +7,7 @@ from collections import OrderedDict, UserDict
 import pytest
 import torch
 import transformers
-from drawn_masks import recorded_draws
+from dropout_masks import recorded_draws
 from tiny_models import build as build_tiny
 from torch import nn
 from torch.nn import functional as F

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from covering import exhaustive, parametrize_covering
-from drawn_masks import recorded_draws
+from dropout_masks import recorded_draws
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
