@@ -58,14 +58,18 @@ def answer():
     return {"answer": "fine", "number": 1}
 
 
-def make_planted(seconds: float = 1.0):
+def make_planted():
     functions = {"wrong": fail, "left out": leave_out, "memory": run_out_of_memory, "crash": crash, "last": answer}
-    return [Step("hang", "right", seconds, hang), *(Step(name, "right", 0.1, one) for name, one in functions.items())]
+    planted = [Step(name, "right", 0.1, function) for name, function in functions.items()]
+    return [Step("hang", "right", 1.0, hang), *planted, Step("long", "fast", 1000.0, answer)]
 
 
 @pytest.mark.slow
-def test_what_fails_hangs_crashes_or_has_no_memory_is_one_line_and_the_rest_runs(tmp_path, capsys):
-    assert run_plan(make_planted(), make_planted, tmp_path, 300.0, {"device": "cpu"}, patience=0.2) == 0
+def test_what_fails_hangs_crashes_or_has_no_memory_is_one_line_and_a_second_call_runs_what_had_no_time(
+    tmp_path, capsys
+):
+    run = functools.partial(run_plan, make_planted(), make_planted, tmp_path, about={"device": "cpu"}, patience=0.2)
+    assert run(seconds=300.0) == 1
     found = {record["step"]: (record["outcome"], record["answer"]) for record in read_records(tmp_path / "first.jsonl")}
     assert found == {
         "hang": ("not ended", "did not end within 6 s"),
@@ -75,19 +79,12 @@ def test_what_fails_hangs_crashes_or_has_no_memory_is_one_line_and_the_rest_runs
         "crash": ("failed", "the process ended with 11"),
         "last": ("passed", "fine"),
     }
-    assert len(capsys.readouterr().out.splitlines()) == 6
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 and f"--resume {tmp_path}" in last
     told = "\n".join(report.summarise(tmp_path))
     assert "1 not ended, 3 failed, 1 left out, 1 passed" in told and "hang: not ended" in told and "last" not in told
-
-
-@pytest.mark.slow
-def test_a_second_call_runs_what_had_no_time(tmp_path, capsys):
-    steps = [Step("short", "right", 0.1, answer), Step("long", "fast", 50.0, answer)]
-    make = functools.partial(list, steps)
-    assert run_plan(steps, make, tmp_path, 40.0, {}) == 1
-    assert f"--resume {tmp_path}" in capsys.readouterr().out
-    assert run_plan(steps, make, tmp_path, 90.0, {}) == 0
-    assert [record["step"] for record in read_records(tmp_path / "first.jsonl")] == ["short", "long"]
+    assert run(seconds=2000.0) == 0
+    assert [record["step"] for record in read_records(tmp_path / "first.jsonl")] == [*found, "long"]
 
 
 def test_the_plan_fits_into_its_seconds_and_says_what_it_leaves(tmp_path):

@@ -34,7 +34,7 @@ from tempo_megatron.slots.mlp import TempoMLP
 from tempo_megatron.slots.norm import TempoNorm
 
 MODELS = Path(__file__).parents[2] / "configs" / "model"
-ONE_RANK = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_rank")
 AUTO = TempoConfig()
 
 
@@ -112,7 +112,6 @@ def with_faults(*faults: Callable[[Any], None]) -> Callable[..., Any]:
     return build
 
 
-@ONE_RANK
 @pytest.mark.parametrize("dtype", [torch.float32, *exhaustive([torch.bfloat16])], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("fault", "where", "operation", "settings"),
@@ -131,7 +130,6 @@ def test_a_fault_stops_the_run_and_names_its_operation(
         run_gpt(dtype=dtype, build=with_faults(fault), **settings)
 
 
-@ONE_RANK
 def test_two_faults_are_both_named_and_one_that_is_turned_off_or_not_looked_for_does_not_stop_the_run() -> None:
     # In bfloat16, whose bounds are wider.
     with pytest.raises(ValueError, match="train with --tempo-norm off, --tempo-attention off$"):
@@ -149,7 +147,6 @@ VALUES = (
 )
 
 
-@ONE_RANK
 @pytest.mark.parametrize("values", VALUES)
 def test_every_value_is_checked(values: TempoConfig) -> None:
     for dtype in (torch.float32, torch.bfloat16):
@@ -158,7 +155,6 @@ def test_every_value_is_checked(values: TempoConfig) -> None:
         assert line.endswith(" on 32 tokens at dropout 0")  # of two samples
 
 
-@ONE_RANK
 def test_each_kind_of_layer_is_checked_once() -> None:
     layers = {"1-2": {"norm": "recompute"}, "3": {"attention": "off", "activation": "off"}}
     values = TempoConfig(layers=layers)
@@ -184,7 +180,6 @@ def shrink(name: str) -> Any:
     return make_shape(**{key: small.get(key, value) for key, value in given.items() if key not in latent})
 
 
-@ONE_RANK
 @pytest.mark.parametrize("precision", ["bf16", *exhaustive(["fp32"])])
 @pytest.mark.parametrize(
     ("name", "num_kinds"),
@@ -266,7 +261,6 @@ def assert_alike(runs: dict[str, Any]) -> None:
             assert torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected, name
 
 
-@ONE_RANK
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_gradients_and_states_are_bit_for_bit_those_without_the_check(name: str) -> None:
     assert_alike(train_twice(False, (name,)))
@@ -292,7 +286,6 @@ def test_a_fault_of_one_tensor_parallel_rank_stops_both() -> None:
         assert sentence.endswith("train with --tempo-activation off")
 
 
-@ONE_RANK
 def test_what_cannot_be_compared_is_said_with_its_reason() -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no kernel for this device")
@@ -312,7 +305,6 @@ def test_what_cannot_be_compared_is_said_with_its_reason() -> None:
         assert lines == [f"not checked: {reason}"]
 
 
-@ONE_RANK
 def test_what_a_run_binds_to_the_configuration_is_not_copied_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)  # 0.16 defines it with Transformer Engine
     settings = {**EXPERTS, "moe_shared_expert_intermediate_size": 24}
@@ -322,7 +314,6 @@ def test_what_a_run_binds_to_the_configuration_is_not_copied_with_it(monkeypatch
     assert [line[:8] for line in lines] == ["checked:"]
 
 
-@ONE_RANK
 def test_partitioned_weights_and_evaluation_are_not_compared() -> None:
     model = build_gpt(gpt_config(), AUTO)
     lines = watch(model)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from covering import exhaustive
 from cpu_graphs import CudaGenerator
-from distributed import run_megatron_ranks, run_megatron_ranks_once
+from distributed import run_megatron_ranks
 from gpt import FULL, build_gpt, gpt_config, losses
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, random
 from megatron.core.transformer import cuda_graphs
+from sequence_parts import list_tokens
 
 from tempo_megatron import TempoConfig, set_micro_batch
 from tempo_megatron.megatron_lm.patches import begin_micro_batch
@@ -23,28 +23,20 @@ from tempo_megatron.slots.dropout import TempoEmbeddingDropout
 from tempo_megatron.slots.dropout_rng import STATE_NAME, compute_document_segments, draws_masks, read_micro_batch
 
 
-def dropped_hidden_states(sequence_parallel, num_rows):
+def dropped_hidden_states(num_rows):
     """The rows of this rank, as Megatron splits a sequence, and what dropout makes of ones there."""
     rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-    chunks = torch.arange(num_rows).chunk(2 * size)
-    rows = torch.cat([chunks[rank], chunks[2 * size - 1 - rank]]) if size > 1 else torch.arange(num_rows)
-    if sequence_parallel:
-        tp = parallel_state.get_tensor_model_parallel_world_size()
-        rows = rows.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rows = list_tokens(rank, size, (0, num_rows)).chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
     set_micro_batch(5, 3)
-    config = SimpleNamespace(sequence_parallel=sequence_parallel, context_parallel_size=size)
+    config = SimpleNamespace(sequence_parallel=tp > 1, context_parallel_size=size)
     return rows, TempoEmbeddingDropout(0.4, config)(torch.ones(len(rows), 2, 40))
 
 
-@pytest.mark.parametrize(
-    ("tp", "sequence_parallel", "cp"),
-    # Three ranks share two chunks, so that one has rows of both.
-    [(3, True, 2), *exhaustive((1, False, 2), (2, True, 2), (2, False, 2), (1, False, 4), (2, True, 4), (1, False, 8))],
-)
-def test_context_and_sequence_parallel_ranks_draw_their_rows_of_the_whole_mask(tp, sequence_parallel, cp):
-    ((_, whole),) = run_megatron_ranks_once(dropped_hidden_states, 1, 1, False, 48)
-    ranks = run_megatron_ranks(dropped_hidden_states, tp * cp, tp, sequence_parallel, 48, context_parallel_size=cp)
-    for rows, dropped in ranks:
+def test_context_and_sequence_parallel_ranks_draw_their_rows_of_the_whole_mask():
+    ((_, whole),) = run_megatron_ranks(dropped_hidden_states, 1, 1, 48)
+    # Three ranks share two chunks, so that one has rows of both; test_masks.py has other layouts.
+    for rows, dropped in run_megatron_ranks(dropped_hidden_states, 6, 3, 48, context_parallel_size=2):
         assert torch.equal(dropped, whole[rows])
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from covering import exhaustive
 from distributed import run_megatron_ranks
-from gpt import RECOMPUTE, WRITTEN, assert_equal_to_stock, build_gpt, gpt_config, gradients, losses
+from gpt import RECOMPUTE, WRITTEN, assert_equal_to_stock, build_gpt, gpt_config, gradients, losses, run_schedule
 from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -35,7 +35,7 @@ from tempo_megatron.slots.norm import TempoNorm, TorchNorm
 from tempo_megatron.slots.report import report_on
 
 AUTO, OFF = TempoConfig(), TempoConfig.off()
-ONE_RANK = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_rank")
 MOE = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True, "add_bias_linear": False}
 NO_ATTENTION = {"n_heads_in_group": None, "no_op": True, "replace_with_linear": False}
 GROUPS = {"n_heads_in_group": 2, "no_op": False, "replace_with_linear": False}
@@ -101,13 +101,11 @@ def train(settings, tempo_config, sequence_parallel):
     """Loss of four samples in two micro batches, gradients as they would be summed, and which layers have experts."""
     config = gpt_config(sequence_parallel=sequence_parallel, **settings)
     model = build_gpt(config, tempo_config, spec=stock_spec(config) if tempo_config.is_off else None)
-    total = 0.0
     takes_mask = choose(model.config, tempo_config).config.attention == "off"
-    for first_sample in (0, 2):
-        loss = losses(model, first_sample, 2, gives_mask=takes_mask).mean()
-        (loss / 2).backward()
-        total += loss.item() / 2
-    return (total, gradients(model)), [type(layer.mlp).__name__ == "MoELayer" for layer in model.decoder.layers]
+    found = run_schedule(model, lambda first: losses(model, first, 2, gives_mask=takes_mask), (0, 2))
+    return (torch.stack(found).mean().item(), gradients(model)), [
+        type(layer.mlp).__name__ == "MoELayer" for layer in model.decoder.layers
+    ]
 
 
 def train_all(cases, sequence_parallel):
@@ -138,7 +136,6 @@ def test_loss_and_every_gradient_equal_stock_without_dropout(cases, ranks):
                 raise AssertionError(f"{name}: {error}") from error
 
 
-@ONE_RANK
 def test_checkpoint_keys_and_parameter_flags_equal_megatrons_and_a_checkpoint_of_one_loads_into_the_other():
     tempo, stock = build_gpt(gpt_config(), AUTO, 2), build_gpt(gpt_config(), OFF, 1)
     described = []
@@ -175,7 +172,6 @@ def test_positional_signatures_equal_megatrons(ours, theirs):
     assert positional(ours)[: len(positional(theirs))] == positional(theirs)
 
 
-@ONE_RANK
 def test_every_slot_is_filled_and_the_given_spec_stays_as_it_is():
     config, original = gpt_config(), get_gpt_layer_local_spec()
     before = copy.copy(original.submodules)
@@ -228,7 +224,6 @@ REFUSED = {
 }  # fmt: skip
 
 
-@ONE_RANK
 @pytest.mark.parametrize(("settings", "attributes", "tempo_config", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_is_refused_at_the_start_with_the_remedy(settings, attributes, tempo_config, message):
     config = gpt_config(**settings)
@@ -238,7 +233,6 @@ def test_what_cannot_be_is_refused_at_the_start_with_the_remedy(settings, attrib
         tempo_block_spec(config, tempo_config)
 
 
-@ONE_RANK
 @pytest.mark.filterwarnings("ignore:The legacy GroupedMLP")
 def test_a_spec_of_something_else_is_one_sentence():
     from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
@@ -257,7 +251,6 @@ def test_a_spec_of_something_else_is_one_sentence():
         assert str(refused.value).count(".") == 0
 
 
-@ONE_RANK
 def test_masks_follow_seed_and_samples_which_training_has_to_say_and_evaluation_draws_none():
     model = build_gpt(gpt_config(dropout=0.5), AUTO)
     same, again, other = (losses(model, 0, 1, gives_mask=False, seed=seed) for seed in (1, 1, 2))

@@ -26,7 +26,7 @@ from tempo_megatron import TempoConfig, tempoize, use_cpu
 from tempo_megatron.memory.tape.scopes import record_saved
 from tempo_megatron.slots.report import report_on
 
-ONE_RANK = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_rank")
 OFF = TempoConfig.off()
 LAYERS = {
     "0": {"activation": "recompute", "attention": "off"},
@@ -43,7 +43,6 @@ def mixed_model(tempo_config: TempoConfig, **settings: Any) -> Any:
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 
 
-@ONE_RANK
 @pytest.mark.parametrize("recomputation", [{}, CORE], ids=["kept", "core attention recomputed"])
 def test_loss_and_gradients_equal_stock(recomputation: dict[str, Any]) -> None:
     found = []
@@ -64,7 +63,6 @@ def kept_bytes(tempo_config: TempoConfig) -> dict[int, int]:
     return found
 
 
-@ONE_RANK
 def test_each_layer_keeps_what_it_keeps_where_all_are_like_it() -> None:
     alone = {layer: kept_bytes(MIXED.for_layer(layer))[layer] for layer in range(4)}
     assert kept_bytes(MIXED) == alone
@@ -127,7 +125,6 @@ STACKS = {
 }
 
 
-@ONE_RANK
 @pytest.mark.parametrize(("name", "layers", "expected"), STACKS.values(), ids=STACKS)
 def test_stacks_of_bert_and_t5_take_their_ranges_and_equal_stock(name: str, layers: Any, expected: Any) -> None:
     found, norms = run_bert_or_t5(name, TempoConfig(loss="off", layers=layers))
@@ -135,7 +132,6 @@ def test_stacks_of_bert_and_t5_take_their_ranges_and_equal_stock(name: str, laye
     assert_equal_to_stock(found, run_bert_or_t5(name, OFF)[0])
 
 
-@ONE_RANK
 @pytest.mark.parametrize(
     ("build", "layers", "message"),
     [

@@ -34,7 +34,7 @@ from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.linear import LinearCall
 from tempo_megatron.slots.mlp import TempoTiledMLP
 
-ONE_RANK = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_rank")
 BASE = TempoConfig(activation="recompute", norm="inplace", dropout="recompute", attention="flash", loss="off")
 RECOMPUTE = dataclasses.replace(BASE, norm="recompute")
 STOCK = TempoConfig(activation="off", norm="off", dropout="recompute", attention="off", loss="off")
@@ -201,7 +201,6 @@ def count_alive(again: dict[str, str]) -> tuple[int, int]:
     return alive, count_stack("GPT", "decoder", model.config, dataclasses.replace(RECOMPUTE, **again), SIZES)
 
 
-@ONE_RANK
 def test_nobody_else_holds_what_is_dropped() -> None:
     alive, counted = count_alive({})
     for name, again in AGAIN.items():
@@ -229,7 +228,6 @@ def count_calls(again: dict[str, str]) -> Counter[str]:
     return calls
 
 
-@ONE_RANK
 def test_each_linear_and_attention_runs_once_more_and_a_norm_is_made_again_once() -> None:
     once = count_calls({})
     fc1, qkv = "mlp.linear_fc1.weight", "self_attention.linear_qkv.weight"
@@ -270,7 +268,6 @@ def test_with_pipeline_stages_losses_gradients_and_masks_are_those_of_the_run_wi
             assert all((mask == plain[2][place]).all() for place, mask in ours[2].items())
 
 
-@ONE_RANK
 def test_queries_that_were_written_to_inside_of_attention_are_refused() -> None:
     # Grouped queries are no view of the projection.
     model = build_gpt(gpt_config(num_query_groups=2), TempoConfig(linear_qkv="recompute"))

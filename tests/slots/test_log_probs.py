@@ -7,7 +7,7 @@ import torch
 from distributed import run_megatron_ranks
 from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, differentiate
 from gpt_loss_head import FUSED, HAS_MUP, MUP, OFF, ModelWithMuP, build, inputs, run
-from log_prob_inputs import reference
+from loss_head_inputs import log_prob_reference
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.module import Float16Module
 
@@ -30,7 +30,7 @@ def results_of(tempo_config, case, **settings):
     if tempo_config == OFF:
         logits = gather_from_tensor_model_parallel_region(model(*given)).float()
         # The specification starts from hidden states and a weight: with the unit matrix logits are themselves.
-        found = reference(logits.transpose(0, 1), torch.eye(VOCAB_SIZE), None, labels, **case)
+        found = log_prob_reference(logits.transpose(0, 1), torch.eye(VOCAB_SIZE), None, labels, **case)
     else:
         found = torch.stack(log_probs(model, *given, labels, return_entropy=True, **case))
         alone = log_probs(model, *given, labels, **case)

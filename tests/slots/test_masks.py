@@ -33,6 +33,7 @@ from tempo_kernels.philox import derive_key, drop_mask
 from tempo_megatron import TempoConfig, tempoize
 from tempo_megatron.slots.dropout_rng import Site, Stack, derive_site_key
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 SAMPLES, SEED, HIDDEN_SIZE, HEADS, LAYERS = 8, 5, 32, 4, 2
 SITES = (Site.ATTENTION, Site.SELF_ATTENTION_OUTPUT, Site.MLP_OUTPUT)
 
@@ -101,7 +102,6 @@ def test_every_layout_draws_the_masks_of_the_definition(name):
         assert drawn[place].tobytes().startswith(columns), f"the mask at {place} differs"
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_recomputation_draws_twice_what_backward_redraws_once():
     """Forward, recomputed forward and backward: the recomputed layers really ran again."""
     drawn, plain = masks_of_rank(False, 4, "full"), masks_of_rank(False, 4, None)
@@ -128,7 +128,6 @@ MODELS = {
 }
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_dropout_of_a_model_has_a_key_of_its_own_in_every_pass(name, recomputes):
@@ -145,7 +144,6 @@ def test_every_dropout_of_a_model_has_a_key_of_its_own_in_every_pass(name, recom
     assert counts[0] == counts[1]
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_t5_without_its_encoder_draws_as_the_decoder_and_nothing_embeds_twice():
     model = build_t5(gpt_config(dropout=0.2), TempoConfig())
     encoded = t5_losses(model, output_encoder_hidden_only=True).detach()
@@ -160,7 +158,6 @@ def test_t5_without_its_encoder_draws_as_the_decoder_and_nothing_embeds_twice():
     model.embedding(tokens, tokens % SEQ_LENGTH)
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_the_stack_can_be_said():
     spec = decoder_model_with_local_spec()
     spec = tempoize(spec, gpt_config(dropout=0.2), TempoConfig(), stack=Stack.ENCODER)

@@ -10,8 +10,8 @@ from distributed import run_megatron_ranks
 from gpt import (
     LLAMA,
     RECOMPUTE,
-    SEQ_LENGTH,
     WRITTEN,
+    bert_losses,
     build_bert,
     build_gpt,
     build_t5,
@@ -19,7 +19,6 @@ from gpt import (
     losses,
     run_schedule,
     t5_losses,
-    tokens_of,
 )
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -28,10 +27,9 @@ from slow_links import Careless, SlowLink
 
 from tempo_kernels.offload import Device, Direction
 from tempo_megatron import TempoConfig
-from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.offload import Offloading, count_in_flight, offload_layers
 
-ONE_RANK = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_rank")
 OFF = TempoConfig.off()
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -88,13 +86,9 @@ class Model:
     def forward(self, first_sample: int) -> torch.Tensor:
         if self.family == "t5":
             return t5_losses(self.model)
-        if self.family != "bert":
-            return losses(self.model, first_sample, 2, gives_mask=True)
-        dropout_rng.set_micro_batch(5, first_sample)
-        tokens, padding = tokens_of(first_sample, 2), torch.ones(2, SEQ_LENGTH)
-        padding[1, 10:] = 0
-        found = self.model(tokens[:, :-1].contiguous(), padding, lm_labels=tokens[:, 1:].contiguous())
-        return found[0] if isinstance(found, tuple) else found
+        if self.family == "bert":
+            return bert_losses(self.model, first_sample)
+        return losses(self.model, first_sample, 2, gives_mask=True)
 
     def step(self, data: int) -> list[torch.Tensor]:
         """Losses and gradients of a step: 1F1B, or three accumulated micro batches of which two wait at once."""
@@ -142,13 +136,11 @@ def num_patterns(request: pytest.FixtureRequest) -> int:
     return 100 if request.config.getoption("--exhaustive") else 3
 
 
-@ONE_RANK
 @pytest.mark.parametrize("case", with_sample(CASES, list(CASES)[:9]))
 def test_no_delay_changes_a_bit(case: str, num_patterns: int) -> None:
     assert run_patterns([case], num_patterns) == num_patterns
 
 
-@ONE_RANK
 @pytest.mark.parametrize("case", with_sample(CASES, ["in place"]))
 def test_a_wait_that_is_missing_changes_gradients(case: str) -> None:
     """Each way to forget a wait fails one of a hundred patterns."""
@@ -206,7 +198,6 @@ def test_as_many_forwards_wait_as_a_schedule_runs_ahead(monkeypatch: pytest.Monk
         assert count_in_flight(num_micro_batches, num_chunks) == expected
 
 
-@ONE_RANK
 def test_what_stands_in_the_way_is_refused_by_name() -> None:
     model = Model("stock", False).model
     for name in ("cpu_offloading", "distribute_saved_activations", "enable_cuda_graph"):

@@ -15,6 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from tempo_megatron import TempoConfig, set_micro_batch
 from tempo_megatron.slots.attention import TempoDotProductAttention
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 SAMPLES = [70, 3, 2**40, 12]
 
 
@@ -74,7 +75,6 @@ def assert_equal(packed, alone):
         torch.testing.assert_close(packed[1][name], grad, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", GRID)
 def test_a_document_has_the_losses_and_gradients_that_it_has_alone(name):
     assert_equal(*packed_and_alone([0, 3, 4, 11, 16], *GRID[name]))
@@ -86,7 +86,6 @@ def test_it_has_them_in_sequence_parallel_ranks():
         assert_equal(*found)
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_masks_of_documents_that_nobody_announced_are_those_of_the_packed_row():
     model = build_gpt(gpt_config(dropout=0.1), TempoConfig(attention="flash"))
     tokens = torch.arange(SEQ_LENGTH + 1).unsqueeze(0) % 7
@@ -111,7 +110,6 @@ def attend(packed, dropout=0.0, mask_type=AttnMaskType.causal, exchange=None):
 PADDED = params_of([0, 5, 12], cu_seqlens_q_padded=as_int32([0, 8, 16]), cu_seqlens_kv_padded=as_int32([0, 8, 16]))
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_what_does_not_fit_is_refused_in_a_sentence():
     for fits in (params_of([0, 16]), PADDED):
         assert attend(fits).shape == (SEQ_LENGTH, 32)

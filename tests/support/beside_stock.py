@@ -38,6 +38,15 @@ def describe(model: Any) -> dict[str, Any]:
     }
 
 
+def find_refusal(call: Callable[[], Any]) -> str:
+    """The sentence of the ValueError that a call ends in."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
 def compare(
     build: Callable[[TempoConfig], Any], run: Callable[[Any, bool], torch.Tensor], tempo_config: TempoConfig
 ) -> dict[str, Any]:

@@ -58,12 +58,18 @@ def gpt_config(
 
 
 def build_gpt(
-    config: TransformerConfig, tempo_config: TempoConfig, seed: int = 7, *, spec: Any = None, **settings: Any
-) -> GPTModel:
+    config: TransformerConfig,
+    tempo_config: TempoConfig,
+    seed: int = 7,
+    *,
+    spec: Any = None,
+    cls: Any = GPTModel,
+    **settings: Any,
+) -> Any:
     """The model with weights that depend on the seed only, in training mode; of tempo_block_spec's spec by default."""
     torch.manual_seed(seed)
     spec = spec or tempo_block_spec(config, tempo_config)
-    model = GPTModel(config, spec, vocab_size=VOCAB_SIZE, max_sequence_length=SEQ_LENGTH, **settings)
+    model = cls(config, spec, vocab_size=VOCAB_SIZE, max_sequence_length=SEQ_LENGTH, **settings)
     tempoize_embedding(model, tempo_config)
     tempoize_loss(model, tempo_config)
     return model.to(config.params_dtype).train()
@@ -198,14 +204,14 @@ def t5_losses(model: Any, **keywords: Any) -> torch.Tensor:
     return found
 
 
-def bert_losses(model: Any) -> torch.Tensor:
-    """The losses of a BertModel on two samples, of which one has padding."""
-    dropout_rng.set_micro_batch(5, 0)
-    tokens = tokens_of(0, 2)
+def bert_losses(model: Any, first_sample: int = 0) -> torch.Tensor:
+    """The losses of a BertModel on two samples, of which one has padding; of its first stage the hidden states."""
+    dropout_rng.set_micro_batch(5, first_sample)
+    tokens = tokens_of(first_sample, 2)
     padding = torch.ones(2, SEQ_LENGTH)
     padding[1, 10:] = 0
-    found: torch.Tensor = model(tokens[:, :-1].contiguous(), padding, lm_labels=tokens[:, 1:].contiguous())[0]
-    return found
+    found = model(tokens[:, :-1].contiguous(), padding, lm_labels=tokens[:, 1:].contiguous())
+    return found[0] if isinstance(found, tuple) else found
 
 
 def start_rank(store: str, rank: int, world_size: int) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from gpt import SEQ_LENGTH, VOCAB_SIZE, gpt_config, tokens_of
+from gpt import SEQ_LENGTH, build_gpt, gpt_config, tokens_of
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron import TempoConfig, tempo_block_spec
-from tempo_megatron.slots.loss import tempoize_loss
 
 FUSED, OFF = TempoConfig(loss="fused"), TempoConfig.off()
 # Of a width whose scale is no power of two.
@@ -27,20 +26,11 @@ class ModelWithMuP(GPTModel):
         self.output_layer.register_forward_hook(lambda _, inputs, output: (self._scale_logits(output[0]), output[1]))
 
 
-def build(tempo_config, *, is_tied=True, sequence_parallel=False, cls=GPTModel, seed=7, **settings):
-    stage = {name: settings.pop(name) for name in ("pre_process", "post_process") if name in settings}
-    config = gpt_config(sequence_parallel=sequence_parallel, **settings)
-    torch.manual_seed(seed)
-    model = cls(
-        config,
-        tempo_block_spec(config, TempoConfig.off()),
-        vocab_size=VOCAB_SIZE,
-        max_sequence_length=SEQ_LENGTH,
-        share_embeddings_and_output_weights=is_tied,
-        **stage,
-    )
-    tempoize_loss(model, tempo_config)
-    return model.to(config.params_dtype).train()
+def build(tempo_config, *, is_tied=True, **settings):
+    of_model = {name: settings.pop(name) for name in ("cls", "seed", "pre_process", "post_process") if name in settings}
+    config = gpt_config(**settings)
+    spec = tempo_block_spec(config, TempoConfig.off())
+    return build_gpt(config, tempo_config, spec=spec, share_embeddings_and_output_weights=is_tied, **of_model)
 
 
 def inputs():

@@ -16,7 +16,7 @@ from typing import Any
 
 import script_ranks
 import torch
-from beside_stock import compare
+from beside_stock import compare, find_refusal
 from gpt import SEQ_LENGTH, VOCAB_SIZE, gpt_config
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
@@ -172,14 +172,7 @@ def refusals() -> dict[str, str]:
         "symbol": lambda: tempoize_hybrid(stack_spec(), config, INPLACE, "*-X"),
         "prediction": lambda: tempoize_hybrid(stack_spec(), config, written, "*-/*-"),
     }
-    found = {}
-    for name, call in calls.items():
-        try:
-            call()
-            found[name] = "nothing was refused"
-        except ValueError as error:
-            found[name] = str(error)
-    return found
+    return {name: find_refusal(call) for name, call in calls.items()}
 
 
 def what_the_launcher_builds() -> dict[str, Any]:

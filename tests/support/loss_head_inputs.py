@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import log_prob_inputs
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,6 +30,26 @@ def reference(
     return losses if token_weights is None else ((token_weights * losses).sum(), losses)
 
 
+def log_prob_reference(
+    hidden, weight, bias, labels, *, temperature=1.0, softcap=None, return_entropy=True, ignore_index=-100,
+    vocab_size=None, chunk_tokens=None,
+):  # fmt: skip
+    """The whole computation in torch: [log_prob, entropy] stacked, or log_prob."""
+    logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32)).transpose(0, 1)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = (logits / temperature)[..., :vocab_size]
+    log_probs = logits.log_softmax(-1)
+    is_ignored = labels == ignore_index
+    found = log_probs.gather(-1, labels.masked_fill(is_ignored, 0).unsqueeze(-1)).squeeze(-1)
+    results = [found]
+    if return_entropy:
+        # Of a logit of -inf there is no part; torch's 0 * -inf is NaN.
+        results.append(-(log_probs.exp() * log_probs.clamp_min(torch.finfo(log_probs.dtype).min)).sum(-1))
+    results = [t.masked_fill(is_ignored, 0.0) for t in results]
+    return torch.stack(results) if return_entropy else results[0]
+
+
 def head_inputs(has_bias=True, s=S, b=B, v=V, scale=1.0):
     hidden, weight = torch.randn(s, b, H) * scale, torch.randn(v, H)
     return [hidden, weight, torch.randn(v) if has_bias else None]
@@ -49,6 +68,13 @@ CASES = {
     "z loss": {"z_loss": 1e-2},
     "padded rows": {"vocab_size": 90},
     "everything": {"label_smoothing": 0.3, "z_loss": 1e-2, "vocab_size": 90},
+}
+LOG_PROB_CASES = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "softcap": {"softcap": 5.0},
+    "padded rows": {"vocab_size": 90},
+    "everything": {"temperature": 1.3, "softcap": 3.0, "vocab_size": 90},
 }
 
 
@@ -77,7 +103,7 @@ class Head(NamedTuple):
 
 HEADS = {
     "losses": Head(losses, reference, CASES),
-    "log_probs": Head(log_probs, log_prob_inputs.reference, log_prob_inputs.CASES),
+    "log_probs": Head(log_probs, log_prob_reference, LOG_PROB_CASES),
 }
 EVERY_CASE = {f"{name}, {case}": (head, head.cases[case]) for name, head in HEADS.items() for case in head.cases}
 

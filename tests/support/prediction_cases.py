@@ -10,7 +10,7 @@ import torch
 from gpt import (
     FULL,
     SEQ_LENGTH,
-    VOCAB_SIZE,
+    build_gpt,
     differentiate,
     gpt_config,
     largest_gradient_error_eps,
@@ -18,11 +18,10 @@ from gpt import (
 )
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from sequence_parts import take_part
 
-from tempo_megatron import TempoConfig, set_micro_batch, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
+from tempo_megatron import TempoConfig, set_micro_batch, tempoize
 from tempo_megatron.slots.dropout_rng import derive_site_key
 from tempo_megatron.slots.megatron_versions import find_version
 
@@ -43,23 +42,14 @@ def make_prediction_spec(config: Any, tempo_config: TempoConfig | None) -> Any:
 def build(tempo_config: TempoConfig, *, is_tied: bool = True, **settings: Any) -> Any:
     """In training mode, with weights that depend on the shapes only."""
     config = gpt_config(mtp_num_layers=DEPTHS, **settings)
-    torch.manual_seed(7)
-    model = GPTModel(
-        config,
-        tempo_block_spec(config, tempo_config),
-        VOCAB_SIZE,
-        SEQ_LENGTH,
-        share_embeddings_and_output_weights=is_tied,
-        mtp_block_spec=make_prediction_spec(config, tempo_config),
-    )
-    tempoize_embedding(model, tempo_config)
-    tempoize_loss(model, tempo_config)
+    prediction = make_prediction_spec(config, tempo_config)
+    model = build_gpt(config, tempo_config, share_embeddings_and_output_weights=is_tied, mtp_block_spec=prediction)
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         # The model often predicts one of the tokens that there are.
         rows = model.embedding.word_embeddings if is_tied else model.output_layer
         with torch.no_grad():
             rows.weight[:TOKENS] *= 8
-    return model.train()
+    return model
 
 
 def forward(model: Any, *, gives_mask: bool, gives_loss_mask: bool) -> Any:

@@ -19,7 +19,7 @@ from typing import Any  # noqa: E402
 
 import script_ranks  # noqa: E402
 import torch  # noqa: E402
-from beside_stock import compare  # noqa: E402
+from beside_stock import compare, find_refusal  # noqa: E402
 from gpt import SEQ_LENGTH, VOCAB_SIZE, bert_losses, gpt_config, losses  # noqa: E402
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.extensions import transformer_engine as extension  # noqa: E402
@@ -228,11 +228,8 @@ def refusals() -> dict[str, str]:
         config = gpt_config()
         setattr(config, name, value)
         chosen = {"use_te_op_fuser": True} if name == "op fuser" else {}
-        try:
-            tempoize(get_gpt_layer_with_transformer_engine_spec(**chosen), config, tempo_config)
-            found[name] = "nothing was refused"
-        except ValueError as error:
-            found[name] = str(error)
+        spec = get_gpt_layer_with_transformer_engine_spec(**chosen)
+        found[name] = find_refusal(functools.partial(tempoize, spec, config, tempo_config))
     return found
 
 
