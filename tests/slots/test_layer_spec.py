@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from beside_stock import describe
 from covering import exhaustive
 from distributed import run_megatron_ranks
 from gpt import RECOMPUTE, WRITTEN, assert_equal_to_stock, build_gpt, gpt_config, gradients, losses, run_schedule
@@ -130,24 +131,14 @@ def test_loss_and_every_gradient_equal_stock_without_dropout(cases, ranks):
     for found in run_megatron_ranks(train_all, ranks, ranks, cases, ranks > 1):
         for name, ((ours, has_experts), (stock, stock_has_experts)) in found.items():
             assert has_experts == stock_has_experts
-            try:
-                assert_equal_to_stock(ours, stock)
-            except AssertionError as error:
-                raise AssertionError(f"{name}: {error}") from error
+            assert_equal_to_stock(ours, stock, name)
 
 
 def test_checkpoint_keys_and_parameter_flags_equal_megatrons_and_a_checkpoint_of_one_loads_into_the_other():
     tempo, stock = build_gpt(gpt_config(), AUTO, 2), build_gpt(gpt_config(), OFF, 1)
-    described = []
-    for model in (tempo, stock):
-        state, parameters = model.state_dict(), model.named_parameters()
-        described.append((
-            {key: tuple(value.shape) for key, value in state.items() if value is not None},
-            sorted(getattr(value, "key", key) for key, value in model.sharded_state_dict().items()),
-            [(key, getattr(parameter, "sequence_parallel", False)) for key, parameter in parameters],
-        ))  # fmt: skip
-    assert described[0] == described[1]
-    assert any("linear_qkv.layer_norm_weight" in key for key in described[0][1])
+    described, of_stock = describe(tempo), describe(stock)
+    assert described == of_stock
+    assert any("linear_qkv.layer_norm_weight" in key for key in described["sharded"].values())
     tempo.load_state_dict(stock.state_dict(), strict=True)
     stock.load_state_dict(tempo.state_dict(), strict=True)
     found = [losses(model.eval(), 0, 2, gives_mask=model is stock).mean().item() for model in (tempo, stock)]

@@ -47,7 +47,7 @@ LINES: dict[str, tuple[TempoConfig, dict[str, Any], str, list[str]]] = {
         ],
     ),
     "off for layers": (
-        TempoConfig(layers={"0-1": {"attention": "off"}, "3": {"attention": "off", "activation": "off"}}), {},
+        TempoConfig(layers={"0-1": {"attention": "off"}, "decoder 3": {"attention": "off", "activation": "off"}}), {},
         "activation 3 of 4, norm 9 of 9, dropout 8 of 8, attention 1 of 4", [
             "attention in decoder.layers.0-1 (self_attention.core_attention): off for layers 0-1",
             "activation in decoder.layers.3 (mlp): off for layer 3",

@@ -34,7 +34,6 @@ def describe(model: Any) -> dict[str, Any]:
             [name, list(each.shape), [getattr(each, flag, default) for flag, default in FLAGS.items()]]
             for name, each in model.named_parameters()
         ],
-        "start": [each.flatten().tolist() for each in model.parameters()],
     }
 
 
@@ -54,8 +53,8 @@ def compare(
     found = []
     for chosen in (TempoConfig.off(), tempo_config):
         model = build(chosen)
-        description = describe(model)
-        found.append((description, *differentiate(model, run(model, chosen.is_off).mean())))
+        start = [each.flatten().tolist() for each in model.parameters()]
+        found.append(({**describe(model), "start": start}, *differentiate(model, run(model, chosen.is_off).mean())))
     (stock, stock_loss, stock_gradients), (tempo, loss, gradients) = found
     same = {key: stock[key] == tempo[key] for key in stock}
     return {

@@ -19,7 +19,7 @@ import script_ranks
 import te_package
 import torch
 from beside_stock import find_refusal
-from gpt import gpt_config, largest_gradient_error_eps
+from gpt import differentiate, gpt_config, largest_gradient_error_eps
 from megatron.core import parallel_state
 
 from tempo_megatron import TempoConfig
@@ -86,10 +86,8 @@ def run_adapted(tempo_config: TempoConfig) -> dict[str, Any]:
         for parameter in wrapped.adapter.parameters():
             torch.nn.init.normal_(parameter, std=1 / 8)
         wrapped.adapter.register_forward_pre_hook(lambda _, args: given.append(args[0].square().mean().sqrt().item()))
-    loss = te_cases.run_gpt(model).mean()
-    loss.backward()
-    grads = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    return {"loss": loss.item(), "grads": grads, "rms": given}
+    loss, grads = differentiate(model, te_cases.run_gpt(model).mean())
+    return {"loss": loss, "grads": grads, "rms": given}
 
 
 # SwiGLU has an exact form only.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -11,7 +10,6 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 
@@ -60,9 +58,7 @@ class Browser:
         self.resize(1280, 900)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
         os.close(self._in)
@@ -91,9 +87,6 @@ class Browser:
             assert time.monotonic() < end, f"{expression} is still {value!r} after {timeout_s:g} s"
             time.sleep(0.05)
         return value
-
-    def photograph(self, png: Path) -> None:
-        png.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Gives one command of the DevTools protocol and returns its result."""

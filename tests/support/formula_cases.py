@@ -167,32 +167,25 @@ def _make_shape(family: str, stack: str, config: Any, sizes: Sizes, longest_docu
     assert activation is not None
     recompute = {"full": {"full"}, "selective": set(config.recompute_modules or ())}
     heads_exchanged = _count_ranks_of_heads(config)
-    return LayerShape(
-        seq_length=sizes.seq_length // config.context_parallel_size,
-        heads_exchanged=heads_exchanged,
-        exchanges_rows=config.context_parallel_size > heads_exchanged,
-        longest_document=longest_document,
-        latent=config if config.multi_latent_attention else None,
-        micro_batch_size=sizes.micro_batch_size,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups or config.num_attention_heads,
-        kv_channels=config.kv_channels,
-        dtype=config.params_dtype,
-        tensor_parallel=config.tensor_model_parallel_size,
-        sequence_parallel=config.sequence_parallel,
-        hidden_dropout=config.hidden_dropout,
-        attention_dropout=config.attention_dropout,
-        activation=activation,
-        normalization=config.normalization,
-        rotary=family == "Llama",
-        has_window=config.window_size is not None,
-        softmax_in_fp32=config.attention_softmax_in_fp32 and not config.masked_softmax_fusion,
-        bias_activation_fusion=config.bias_activation_fusion,
-        encoder_length=sizes.seq_length if (family, stack) == ("T5", "decoder") else None,
-        recompute=frozenset(recompute.get(config.recompute_granularity, ())),
-    )
+    fields = (field.name for field in dataclasses.fields(LayerShape))
+    values: dict[str, Any] = {
+        **{name: getattr(config, name) for name in fields if hasattr(config, name)},
+        "seq_length": sizes.seq_length // config.context_parallel_size,
+        "heads_exchanged": heads_exchanged,
+        "exchanges_rows": config.context_parallel_size > heads_exchanged,
+        "longest_document": longest_document,
+        "latent": config if config.multi_latent_attention else None,
+        "micro_batch_size": sizes.micro_batch_size,
+        "dtype": config.params_dtype,
+        "tensor_parallel": config.tensor_model_parallel_size,
+        "activation": activation,
+        "rotary": family == "Llama",
+        "has_window": config.window_size is not None,
+        "softmax_in_fp32": config.attention_softmax_in_fp32 and not config.masked_softmax_fusion,
+        "encoder_length": sizes.seq_length if (family, stack) == ("T5", "decoder") else None,
+        "recompute": frozenset(recompute.get(config.recompute_granularity, ())),
+    }
+    return LayerShape(**values)
 
 
 def _count_ranks_of_heads(config: Any) -> int:

@@ -161,19 +161,21 @@ def largest_gradient_error_eps(found: dict[str, torch.Tensor], stock: dict[str, 
 
 
 def assert_equal_to_stock(
-    found: tuple[float, dict[str, torch.Tensor]], stock: tuple[float, dict[str, torch.Tensor]]
+    found: tuple[float, dict[str, torch.Tensor]], stock: tuple[float, dict[str, torch.Tensor]], name: str = ""
 ) -> None:
     """Each a loss, and gradients by name."""
-    assert found[0] == pytest.approx(stock[0], rel=1e-6)
-    assert found[1].keys() == stock[1].keys()
+    assert found[0] == pytest.approx(stock[0], rel=1e-6), name
+    assert found[1].keys() == stock[1].keys(), name
     # The round-off of a few hundred additions, whose order is the processor's: up to 147 were seen.
     errors = gradient_errors_eps(found[1], stock[1])
-    assert not {name: error for name, error in errors.items() if not error <= 200}
+    assert not {key: error for key, error in errors.items() if not error <= 200}, name
 
 
-def build_bert(config: TransformerConfig, tempo_config: TempoConfig, **settings: Any) -> BertModel:
-    """As build_gpt, with the stock loss head."""
-    spec = bert_layer_local_spec if tempo_config.is_off else tempoize(bert_layer_local_spec, config, tempo_config)
+def build_bert(
+    config: TransformerConfig, tempo_config: TempoConfig, *, spec: Any = bert_layer_local_spec, **settings: Any
+) -> BertModel:
+    """As build_gpt, of the layer spec with Tempo, and with the stock loss head."""
+    spec = spec if tempo_config.is_off else tempoize(spec, config, tempo_config)
     return _finish(functools.partial(BertModel, config, 0, spec), tempo_config, settings)
 
 

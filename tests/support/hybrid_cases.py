@@ -9,11 +9,11 @@ from __future__ import annotations
 import te_cases  # isort: skip  # installs the stand-in of Transformer Engine, before anything imports Megatron
 
 import dataclasses
-import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gpt
 import script_ranks
 import torch
 from beside_stock import compare, find_refusal
@@ -25,7 +25,6 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
 )
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -34,7 +33,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch.nn import functional as F
 
-from tempo_megatron import TempoConfig, tempoize, tempoize_embedding, tempoize_hybrid, tempoize_loss
+from tempo_megatron import TempoConfig, tempoize, tempoize_hybrid
 from tempo_megatron.megatron_lm import patches, versions
 from tempo_megatron.megatron_lm.report import RunReport
 from tempo_megatron.slots.megatron_versions import find_version
@@ -86,18 +85,12 @@ def build(pattern: str, tempo_config: TempoConfig, *, seed: int = 7, **settings:
     spec = stack_spec()
     if not tempo_config.is_off:
         spec = tempoize_hybrid(spec, config, tempo_config, pattern)
-    torch.manual_seed(seed)
-    model = HybridModel(config, spec, VOCAB_SIZE, SEQ_LENGTH, hybrid_layer_pattern=pattern)
-    tempoize_embedding(model, tempo_config)
-    tempoize_loss(model, tempo_config)
-    return model.train()
+    return gpt.build_gpt(config, tempo_config, seed, spec=spec, cls=HybridModel, hybrid_layer_pattern=pattern)
 
 
 def build_gpt(tempo_config: TempoConfig, *, seed: int = 7, **settings: Any) -> Any:
-    make = functools.partial(GPTModel, gpt_config(add_bias_linear=False, **settings), position_embedding_type="none")
-    model = te_cases.finish(make, get_gpt_layer_with_transformer_engine_spec(), tempo_config, seed)
-    tempoize_loss(model, tempo_config)
-    return model
+    config = gpt_config(add_bias_linear=False, **settings)
+    return te_cases.build_gpt(config, tempo_config, seed, position_embedding_type="none")
 
 
 def measure(pattern: str, tempo_config: TempoConfig, **settings: Any) -> dict[str, Any]:

@@ -17,23 +17,22 @@ import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
+import gpt  # noqa: E402
 import script_ranks  # noqa: E402
 import torch  # noqa: E402
 from beside_stock import compare, find_refusal  # noqa: E402
-from gpt import SEQ_LENGTH, VOCAB_SIZE, bert_losses, gpt_config, losses  # noqa: E402
+from gpt import bert_losses, gpt_config, losses  # noqa: E402
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.extensions import transformer_engine as extension  # noqa: E402
 from megatron.core.models.bert.bert_layer_specs import (  # noqa: E402
     get_bert_layer_with_transformer_engine_spec,
 )
-from megatron.core.models.bert.bert_model import BertModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec  # noqa: E402
-from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.transformer import multi_latent_attention, transformer_block  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from tempo_megatron import TempoConfig, tempoize_embedding  # noqa: E402
+from tempo_megatron import TempoConfig  # noqa: E402
 from tempo_megatron.memory.tape.scopes import record_saved  # noqa: E402
 from tempo_megatron.slots.layer_spec import tempoize  # noqa: E402
 from tempo_megatron.slots.megatron_versions import is_since  # noqa: E402
@@ -82,10 +81,14 @@ def is_known(settings: dict[str, Any], _: TempoConfig) -> bool:
     return has_window and settings.keys() <= {field.name for field in dataclasses.fields(TransformerConfig)}
 
 
-def build_gpt(config: Any, tempo_config: TempoConfig, seed: int = 7) -> Any:
+def build_gpt(config: Any, tempo_config: TempoConfig, seed: int = 7, **more: Any) -> Any:
     chosen = {"use_te_activation_func": True} if getattr(config, "use_te_activation_func", False) else {}
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **chosen)
-    return finish(functools.partial(GPTModel, config), spec, tempo_config, seed)
+    return gpt.build_gpt(config, tempo_config, seed, spec=place(spec, config, tempo_config), **more)
+
+
+def place(spec: Any, config: Any, tempo_config: TempoConfig) -> Any:
+    return spec if tempo_config.is_off else tempoize(spec, config, tempo_config)
 
 
 def build_latent(config: Any, tempo_config: TempoConfig) -> Any:
@@ -94,22 +97,12 @@ def build_latent(config: Any, tempo_config: TempoConfig) -> Any:
     # Megatron looks for these beside modelopt's.
     for name in ("TELinear", "TEColumnParallelLinear"):
         setattr(multi_latent_attention, name, getattr(extension, name))
-    return finish(functools.partial(GPTModel, config, position_embedding_type="none"), spec, tempo_config)
+    spec = place(spec, config, tempo_config)
+    return gpt.build_gpt(config, tempo_config, spec=spec, position_embedding_type="none")
 
 
 def build_bert(config: Any, tempo_config: TempoConfig) -> Any:
-    make = functools.partial(BertModel, config, 0, share_embeddings_and_output_weights=True)
-    return finish(make, get_bert_layer_with_transformer_engine_spec(), tempo_config)
-
-
-def finish(make_model: Any, spec: Any, tempo_config: TempoConfig, seed: int = 7) -> Any:
-    make_model = functools.partial(make_model, vocab_size=VOCAB_SIZE, max_sequence_length=SEQ_LENGTH)
-    torch.manual_seed(seed)
-    if not tempo_config.is_off:
-        spec = tempoize(spec, make_model.args[0], tempo_config)
-    model = make_model(transformer_layer_spec=spec)
-    tempoize_embedding(model, tempo_config)
-    return model.train()
+    return gpt.build_bert(config, tempo_config, spec=get_bert_layer_with_transformer_engine_spec())
 
 
 LATENT = {

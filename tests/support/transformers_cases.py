@@ -36,8 +36,7 @@ class Case:
         layer: the qualified name of a layer between others.
         settings: of the configuration; sizes are filled in under the names of `names`.
         extra: sbh that the layer has to keep beside the inputs of its linears and q, k, v.
-        why: what `extra` is.
-        left: sbh that stay above this floor, and `reason` why.
+        left: sbh that stay above this floor.
     """
 
     config: str
@@ -48,9 +47,7 @@ class Case:
     inputs: str = "ids"
     p: tuple[str, ...] = ()
     extra: float = 0.0
-    why: str = ""
     left: float = 0.0
-    reason: str = ""
 
     def build(self, p: float = 0.1, dtype: torch.dtype = torch.float32, small: bool = False, **more: Any) -> Any:
         h, heads, ffn = (64, 4, 128) if small else (H, HEADS, FFN)
@@ -91,7 +88,7 @@ def _scale(settings: dict[str, Any], h: int) -> dict[str, Any]:
 
 IDS = {"vocab_size": VOCAB, "max_position_embeddings": S + 8, "use_cache": False}
 BERT_P = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-_GATED = "gate and up, of which the product is made again"
+# Gate and up, of which the product is made again.
 _GATED_EXTRA = 2.0 * FFN / H
 
 CASES: dict[str, Case] = {
@@ -144,28 +141,28 @@ CASES: dict[str, Case] = {
         "ModernBertConfig", "ModernBertModel", "layers.2",
         {**IDS, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2},
         p=("embedding_dropout", "mlp_dropout", "attention_dropout"),
-        extra=_GATED_EXTRA, why=_GATED,
+        extra=_GATED_EXTRA,
     ),
     "Llama": Case(
         "LlamaConfig", "LlamaModel", "layers.1", {**IDS, "num_key_value_heads": find_heads}, p=("attention_dropout",),
-        extra=_GATED_EXTRA, why=_GATED,
+        extra=_GATED_EXTRA,
     ),
     "Qwen2": Case(
         "Qwen2Config", "Qwen2Model", "layers.1", {**IDS, "num_key_value_heads": find_heads}, p=("attention_dropout",),
-        extra=_GATED_EXTRA, why=_GATED,
+        extra=_GATED_EXTRA,
     ),
     "Gemma": Case(
         "GemmaConfig", "GemmaModel", "layers.1",
         {**IDS, "num_key_value_heads": find_heads, "head_dim": lambda h: h // find_heads(h)},
-        p=("attention_dropout",), extra=_GATED_EXTRA, why=_GATED,
+        p=("attention_dropout",), extra=_GATED_EXTRA,
     ),
     "BART decoder": Case(
         "BartConfig", "BartModel", "decoder.layers.1",
         {**IDS, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 64, "pad_token_id": 1},
         ("d_model", "decoder_layers", "decoder_attention_heads", "decoder_ffn_dim"), inputs="pair",
         p=("dropout", "attention_dropout", "activation_dropout"),
-        extra=-2.0, why="the encoder's output, which all layers share",
-        left=0.1, reason="the statistics of three norms and two attentions",
+        # The encoder's output, which all layers share; the statistics of three norms and two attentions.
+        extra=-2.0, left=0.1,
     ),
 }  # fmt: skip
 
