@@ -46,7 +46,8 @@ def test_stages_that_interleave_need_sizes_that_they_divide(tmp_path: Path) -> N
 
 def test_the_schedule_counts_the_samples_of_its_steps() -> None:
     words = "--global-batch-size 6 --rampup-batch-size 2 2 12 --lr-warmup-iters 2 --lr-decay-style WSD".split()
-    settings = complete(*SIZES, *NEEDED, *words, "--lr-wsd-decay-iters", "3", "--lr-wsd-decay-style", "linear")
+    words += "--lr-wsd-decay-iters 3 --lr-wsd-decay-style linear --min-lr 1e-4".split()
+    settings = complete(*SIZES, *NEEDED, *words)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = build_scheduler(optimizer, settings)
     rates, consumed = [], 0
@@ -56,8 +57,8 @@ def test_the_schedule_counts_the_samples_of_its_steps() -> None:
         scheduler.step(samples)
         consumed += samples
     # 2 2 2 4 4 6 6 | 6 6 6 samples: two steps of warm-up, and three of decay after the eighth rate.
-    assert rates == pytest.approx([0.0, 5e-4, *[1e-3] * 6, 2e-3 / 3, 1e-3 / 3])
-    assert optimizer.param_groups[0]["lr"] == 0.0 and consumed == scheduler.num_steps == 44
+    assert rates == pytest.approx([0.0, 5e-4, *[1e-3] * 6, 7e-4, 4e-4])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4) and consumed == scheduler.num_steps == 44
 
 
 RAMP = "--global-batch-size 6 --rampup-batch-size 2 2 12"

@@ -97,9 +97,12 @@ def test_a_full_disk_keeps_the_checkpoint_before(data: Data, whole: Run, tmp_pat
 
 
 @pytest.mark.slow
-def test_ctrl_c_on_one_rank_saves_on_all(data: Data, whole: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_on_one_rank_or_a_launchers_end_saves_on_all(
+    data: Data, whole: Run, tmp_path: Path, number: int
+) -> None:
     save = tmp_path / "save"
-    stop = Kill(1, save, inside_a_save=False, delay_s=0.05, signal_number=signal.SIGINT)
+    stop = Kill(1, save, inside_a_save=False, delay_s=0.05, signal_number=number)
     options = ["--train-iters", str(STEPS), "--save-interval", "3", "--save", str(save)]
     stopped = successful(run(data, tmp_path, *options, world_size=2, config=zero(1), before=stop))
     reached = int((save / "latest").read_text().strip().removeprefix("iter_"))
@@ -118,7 +121,7 @@ def test_a_disk_that_is_full_at_the_first_save_is_one_sentence(data: Data, tmp_p
     assert list((tmp_path / "save").glob("iter_*")) == []
 
 
-IN_BACKGROUND = "--train-iters 12 --save-interval 4 --async-save --fault-timeout 10".split()
+IN_BACKGROUND = f"--train-iters {STEPS} --save-interval 4 --async-save --fault-timeout 10".split()
 
 
 def write_slowly() -> None:
@@ -145,7 +148,7 @@ def wait_and_kill(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_kill_while_a_copy_is_written_loses_nothing(data: Data, tmp_path: Path) -> None:
+def test_a_kill_while_a_copy_is_written_loses_nothing(data: Data, whole: Run, tmp_path: Path) -> None:
     save = tmp_path / "save"
     options = [*IN_BACKGROUND, "--save", str(save), "--load", str(save)]
     before = functools.partial(kill_rank_1_in_the_second_save, save)
@@ -156,11 +159,10 @@ def test_a_kill_while_a_copy_is_written_loses_nothing(data: Data, tmp_path: Path
         next(number for number, line in enumerate(lines) if line.startswith(f"{what} the checkpoint of step 4"))
         for what in ("copied", "saved")
     )
-    assert any(line.startswith("step  5/12") for line in lines[copied:saved])
+    assert any(line.startswith(f"step  5/{STEPS}") for line in lines[copied:saved])
     assert (save / "latest").read_text() == "iter_0000004\n" and (save / "iter_0000008.tmp").exists()
     resumed = successful(run(data, tmp_path, *options, world_size=2, config=zero(1)))
     assert "going on after step 4" in resumed.output
-    whole = successful(run(data, tmp_path / "whole", "--train-iters", "12", world_size=2, config=zero(1)))
     assert resumed.losses_hex == whole.losses_hex
 
 

@@ -68,15 +68,14 @@ EVERY = [
     *(L(4, 1, 1), L(4, 1, 1, sp=True), L(1, 4, 2), L(1, 2, 1), L(2, 2, 3, sp=True), L(4, 1, 2), L(2, 1, 2)),
     *(L(1, 4, 3), L(2, 2, 3), L(1, 1, 0)),
 ]
-# BF16_Optimizer, which is what stage 1 gets, and ZeRO's own hand over to each other.
-MASTERS = [L(1, 2, 1), L(2, 1, 3), L(1, 2, 2), L(2, 1, 1)]
-GATED = [L(1, 2, 1), L(4, 1, 3), L(2, 1, 0), L(2, 1, 0)]  # the last leg has no other layout, so DeepSpeed itself loads
+# BF16_Optimizer, which is what stage 1 gets, and ZeRO's own hand over to each other. The last leg has no other layout,
+# so DeepSpeed itself loads.
+GATED = [L(1, 2, 1), L(4, 1, 3), L(1, 2, 2), L(2, 1, 1), L(2, 1, 1)]
 TEMPO, IN_TURNS = ("--use-tempo",), ("--no-use-tempo", "--use-tempo")
 # Arguments, what each leg has in turns, DeepSpeed JSON, layouts, how far losses may be from those of the whole run.
 CHAINS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any], list[L], float]] = {
     "masks": ((), TEMPO, {}, MASKS, LIMIT),
-    "float32 masters": ((), TEMPO, BF16, MASTERS, 2e-3),
-    "gated, fewer groups than ranks, stock and Tempo": ((*LLAMA, *NO_DROPOUT), IN_TURNS, {}, GATED, LIMIT),
+    "gated, fewer groups than ranks, float32 masters": ((*LLAMA, *NO_DROPOUT), IN_TURNS, BF16, GATED, 2e-3),
     "every pair": ((), TEMPO, {}, EVERY, LIMIT),
     "gated, others": (LLAMA, TEMPO, {}, [L(4, 1, 2, sp=True), L(2, 2, 3), L(1, 1, 1)], LIMIT),
 }
