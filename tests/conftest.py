@@ -6,11 +6,15 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import megatron_wheels
 import numpy as np
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from training_job import Data
 
 # So that what these modules assert is told with its values, as in a test file.
 pytest.register_assert_rewrite("gpt", "gpt_loss_head", "prepared_data")
@@ -120,6 +124,14 @@ def check_helpers(root: Path) -> Path:
     if not list((root / "megatron/core/datasets").glob("helpers_cpp*.so")):
         pytest.skip(f"needs compiled helpers in {root}/megatron/core/datasets: make -C there, or those of the wheel")
     return root
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    """A small data set of real text, of GPT."""
+    from training_job import make_data
+
+    return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(autouse=True)

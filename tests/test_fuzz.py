@@ -13,12 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from run_configs import NEEDED, SIZES, decide, write_json
-from training_job import Data, make_data
+from training_job import Data
 
 from tempo_megatron.data.dataset_files import load_dataset_tokenizer, validate_dataset
 from tempo_megatron.settings.config import TempoConfig
@@ -47,11 +46,6 @@ def cases(number: int) -> Callable[[Any], Any]:
         database=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 def check(action: Callable[[], Any]) -> bool:

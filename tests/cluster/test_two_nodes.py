@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import SCRIPT, Data, Run, arguments, finished, make_data, run, successful
+from training_job import SCRIPT, Data, Run, arguments, finished, run, successful
 from two_nodes import ADDRESSES, TwoNodes, find_obstacle, start_two_nodes
 
 ROOT = Path(__file__).parents[2]
@@ -26,11 +26,6 @@ def nodes() -> Iterator[TwoNodes]:
         pytest.skip(f"two hosts cannot be made here: {obstacle}")
     with start_two_nodes() as started:
         yield started
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 def start(nodes: TwoNodes, node: str, words: list[str], log: Path, **more: str) -> subprocess.Popen[bytes]:

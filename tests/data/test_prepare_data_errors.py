@@ -7,15 +7,15 @@ import bz2
 import json
 import os
 import random
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from training_job import limit_file_size
 
 from tempo_megatron.data.dataset_files import SUFFIXES, replace_dataset
 from tempo_megatron.data.prepare_data import main
@@ -172,15 +172,6 @@ def test_a_second_process_with_the_same_prefix_is_refused(tmp_path: Path, fail: 
     assert main(command) == 0
 
 
-@contextmanager
-def full_disk(room: int) -> Iterator[None]:
-    """No file may become longer than `room` bytes: write() fails as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize(
     ("room", "message"),
     [
@@ -199,7 +190,7 @@ def test_an_error_on_the_disk_or_in_the_input_leaves_the_old_output(
     output = ["--vocab-size", "300", "--output-prefix", str(tmp_path / "out")]
     assert main(["--input", str(file(tmp_path / "a.txt", "text")), *output]) == 0
     before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
-    with full_disk(room) if room else nullcontext():
+    with limit_file_size(room) if room else nullcontext():
         fail(message.format(new), "--input", str(new), *output)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
 

@@ -1,12 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from training_job import Data, MaskedData, make_data, make_masked_data
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
+from training_job import MaskedData, make_masked_data
 
 
 @pytest.fixture(scope="session")
