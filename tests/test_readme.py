@@ -9,7 +9,6 @@ import json
 import os
 import re
 import runpy
-import shlex
 import shutil
 import signal
 import subprocess
@@ -25,8 +24,6 @@ from example_outputs import EXAMPLES
 from rank_processes import PRELOAD
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.models.arguments import read_given_model
-from tempo_megatron.models.shape import make_shape
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.training.run.arguments import parse_arguments
 
@@ -51,14 +48,6 @@ def test_every_block_without_a_language_is_none_of_commands() -> None:
     languages = re.findall(r"^```(.*)\n(?:.*\n)*?```$", README + TRAINING, re.MULTILINE)
     assert set(languages) == {"bash", "json", "python"}
     assert len(command_blocks()) >= 5
-
-
-def test_the_training_command_is_one_the_trainer_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    (command,) = re.findall(r"launch/pretrain_gpt.py ((?:.*\\\n)+.*)$", README, re.MULTILINE)
-    args = parse_arguments(shlex.split(command.replace("\\\n", " ")))
-    assert make_shape(**read_given_model(args, "gpt")).num_layers == 4 and args.use_tempo is True
-    assert Path(args.deepspeed_config).is_file()
 
 
 def test_the_edits_for_a_real_job_are_known_arguments() -> None:
@@ -99,10 +88,11 @@ def test_the_results_file_holds_what_is_measured_now(kept_bytes: dict) -> None:
             assert old[key] == new[key], f"{old['layout']}: {key}; run python benchmarks/kept_bytes.py"
 
 
-# What is not run as printed: fewer steps, so that the first commands fit into CI.
+# What is not run as printed, and how often it stands there: fewer steps and less text, so that all fits into CI.
 REPLACED = {
-    "bash launch/quickstart.sh ": "bash launch/quickstart.sh --iters 8 ",
-    "--train-iters 10 --eval-iters 2 ": "--train-iters 6 --eval-iters 1 ",
+    "bash launch/quickstart.sh ": ("bash launch/quickstart.sh --iters 6 ", 1),
+    "--train-iters 10 --eval-iters 2 ": ("--train-iters 6 --eval-iters 1 ", 1),
+    "--input kernels tempo_megatron tests ": ("--input kernels ", 2),
 }
 
 
@@ -181,8 +171,8 @@ def test_every_command_runs_in_order_as_printed_in_a_fresh_clone(fresh_clone: Pa
     if is_lent:
         lend_environment(fresh_clone)
     script = "\n".join(command_blocks())
-    for printed, run in REPLACED.items():
-        assert script.count(printed) == 1
+    for printed, (run, times) in REPLACED.items():
+        assert script.count(printed) == times
         script = script.replace(printed, run)
     # Nothing of the environment that the tests run in is at hand.
     here = os.path.realpath(Path(sys.executable).parent)
@@ -226,7 +216,7 @@ def check_quickstart(output: Path, printed: str) -> None:
     for run in ("stock", "tempo"):
         records = [json.loads(line) for line in (output / run / "metrics.jsonl").read_text().splitlines()]
         losses = [record["loss"] for record in records if record["kind"] == "train"]
-        assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
+        assert len(losses) == 6 and losses[-1] < losses[0] - 0.5
         choices = next(record["tempo"] for record in records if record["kind"] == "run")
         assert (choices == dataclasses.asdict(TempoConfig.off())) == (run == "stock")
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
