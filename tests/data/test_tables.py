@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from tempo_megatron.data.prepare_data import main
 
-TEXTS = [f'document {number}, "quoted",\n' + "word\t" * (number % 7 * 400) for number in range(600)]
+TEXTS = [f'document {number}, "quoted",\n' + "word\t" * (number % 7 * 40) for number in range(600)]
 LINES = "".join(json.dumps({"body": text}) + "\n" for text in TEXTS).encode()
 
 
@@ -66,7 +66,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 )
 def test_the_data_are_those_of_the_unpacked_file(name: str, tmp_path: Path, wanted: bytes) -> None:
     option = "--input-hub" if name == "hub" else "--input"
-    assert prepare(tmp_path, write(tmp_path / name, TEXTS), option=option, row_bytes=100_000) == 0
+    assert prepare(tmp_path, write(tmp_path / name, TEXTS), option=option, row_bytes=10_000) == 0
     assert (tmp_path / "out.bin").read_bytes() + (tmp_path / "out.idx").read_bytes() == wanted
 
 
