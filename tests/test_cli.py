@@ -1,4 +1,4 @@
-"""The commands' front: versions, pipes whose reader leaves, one wording for what an operation runs on."""
+"""The commands' front: versions, pipes whose reader leaves, files that cannot be."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 import tempo_megatron
 from tempo_megatron.cli import main
 from tempo_megatron.cluster import installation as doctor
-from tempo_megatron.training import job
 from tempo_megatron.training.run.arguments import divide_processes, parse_arguments
 
 ROOT = Path(__file__).parent.parent
@@ -82,16 +81,6 @@ def test_without_the_environment_data_preparation_says_how_to_activate_it() -> N
 def test_too_few_processes_name_the_option_that_starts_more() -> None:
     with pytest.raises(ValueError, match="start a multiple of 2 processes .deepspeed --num_gpus 2, torchrun"):
         divide_processes(1, tensor_model_parallel_size=2)
-
-
-def test_banner_and_doctor_have_one_wording_for_what_an_operation_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert job.describe_implementation is doctor.describe_implementation
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for obstacle, words in ((None, "plain torch, compiled where that pays"), ("no compiler", "plain torch")):
-        monkeypatch.setattr(doctor, "get_obstacle", lambda found=obstacle: found)
-        rows = {line[:21].strip(): line[21:] for line in doctor.describe_installation()}
-        assert rows["tempo attention"] == rows["tempo norm"] == words
-        assert doctor.describe_implementation("attention", "cpu") == words
 
 
 def test_doctor_says_at_once_what_it_knows_and_then_what_it_waits_for(

@@ -21,19 +21,14 @@ SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--global-batch-size", "4"]
 
 
-# ZeRO 1 is resumed bit for bit below too, and tensor parallelism with ZeRO 3 and Tempo in test_trainer_models.py.
-CASES = {
-    "one process, ZeRO 0": (1, [], zero(0)),
-    "DP 2, ZeRO 2": (2, [], zero(2)),
-    "DP 2, ZeRO 3": (2, [], zero(3)),
-    "TP 2 + SP, ZeRO 1, bf16": (2, SP, {**zero(1), **BF16}),
-}
-MARKS: dict[str, Any] = {"one process, ZeRO 0": (), "TP 2 + SP, ZeRO 1, bf16": pytest.mark.slow}
-
-
+# ZeRO 1 is resumed bit for bit below too, tensor parallelism with ZeRO 3 and Tempo in test_trainer_models.py, and every
+# stage in test_batch_ramp.py.
 @pytest.mark.parametrize(
     ("world_size", "extra", "config"),
-    [pytest.param(*case, id=name, marks=MARKS.get(name, pytest.mark.exhaustive)) for name, case in CASES.items()],
+    [
+        pytest.param(1, [], zero(0), id="one process, ZeRO 0"),
+        pytest.param(2, SP, {**zero(1), **BF16}, id="TP 2 + SP, ZeRO 1, bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_continues_bit_for_bit(
     data: Data, tmp_path: Path, world_size: int, extra: list[str], config: dict[str, Any]

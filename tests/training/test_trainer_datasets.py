@@ -117,7 +117,6 @@ NO_SAMPLE = {"split": "99,1", "split_weights": (0.99, 0.01, 0.0)}
     [
         ("--vocab-size 300", {}, "--vocab-size 300 is below the tokenizer's 512 tokens"),
         ("", NO_SAMPLE, "gives validation 0 of 12 documents with 0 tokens"),
-        ("", {"blend": (("/missing",), None)}, "not found; prepare the data, or check --data-path"),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_refused(data: Data, words: str, changes: Any, sentence: str) -> None:

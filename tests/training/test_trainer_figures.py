@@ -20,7 +20,7 @@ import torch
 from training_job import Data, Run, run, successful
 
 from tempo_megatron.models.shape import make_shape
-from tempo_megatron.training.metrics import MonitorBuffer, RunLog, Throughput, read_metrics
+from tempo_megatron.training.metrics import MonitorBuffer, RunLog, Throughput, measure_peak, read_metrics
 from tempo_megatron.training.run.run_config import BatchSizes
 
 STEPS, WARMUP, DECAY, LR = 8, 2, 4, 1e-3
@@ -172,18 +172,24 @@ def test_the_share_of_the_peak_is_that_of_the_flops_command(monkeypatch: pytest.
     assert "mfu" not in Throughput(settings, 51200, torch.device("cuda", 0)).compute(13.75, 64)
 
 
-def test_a_line_says_the_share_of_the_peak_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_says_the_share_of_the_peak_the_time_left_and_whose_memory_it_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     settings: Any = SimpleNamespace(
-        metrics_file=None, tensorboard_dir=None, train_iters=100, eval_only=False, batch_sizes=BatchSizes(4, (2, 2, 20))
-    )
+        metrics_file=str(tmp_path / "m.jsonl"), tensorboard_dir=None, train_iters=100, eval_only=False,
+        batch_sizes=BatchSizes(4, (2, 2, 20)),
+    )  # fmt: skip
     log = RunLog(settings, MonitorBuffer(None), is_first_rank=True, first_iteration=0, resumes=False)
     # The first 10 steps have 2 samples, the other 90 have 4.
     step = {"iteration": 10, "consumed_samples": 20, "batch_size": 2}
     step |= {"loss": 2.0, "learning_rate": 0.1, "grad_norm": None}
-    log.log_steps([step], {"tokens_per_s": 1.0, "step_ms": 60_000.0, "mfu": 0.514})
+    log.log_steps([step], {"tokens_per_s": 1.0, "step_ms": 60_000.0, "mfu": 0.514, "peak_memory_bytes": 2**30})
     end = {"iteration": 100, "consumed_samples": 380, "batch_size": 4}
-    log.log_steps([step | end], {"tokens_per_s": 1.0, "step_ms": 60_000.0})
+    on_cpu = measure_peak(torch.device("cpu"))
+    log.log_steps([step | end], {"tokens_per_s": 1.0, "step_ms": 60_000.0, **on_cpu})
     log.close()
     first, last = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step"))
-    assert "| batch 2 |" in first and first.endswith("| MFU 51.4% | 3:00:00 left")
+    assert "| batch 2 |" in first and first.endswith("| MFU 51.4% | peak 1,024 MiB | 3:00:00 left")
+    assert f"| peak RSS of the process {on_cpu['peak_rss_bytes'] / 2**20:,.0f} MiB" in last
+    assert ["peak_memory_bytes" in record for record in read_metrics(tmp_path / "m.jsonl")] == [True, False]
     assert not any(word in last for word in ("batch", "left", "MFU"))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,15 +12,11 @@ from distributed import run_ranks
 from tempo_megatron.training.comparison import plot_losses
 from tempo_megatron.training.metrics import (
     MetricsFile,
-    MonitorBuffer,
-    RunLog,
     StepTimer,
     average_over,
-    measure_peak,
     read_clocks,
     read_metrics,
 )
-from tempo_megatron.training.run.run_config import BatchSizes
 
 
 def written(path: Path, losses: list[float]) -> Path:
@@ -76,29 +70,6 @@ def test_a_file_of_something_else_is_not_written_over(tmp_path: Path) -> None:
     assert (tmp_path / "notes").read_text() == "mine"
 
 
-def test_the_memory_of_a_process_is_not_called_that_of_tensors(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run: Any = SimpleNamespace(
-        metrics_file=str(tmp_path / "m.jsonl"),
-        tensorboard_dir=None,
-        train_iters=1,
-        eval_only=False,
-        batch_sizes=BatchSizes(1, None),
-    )
-    log = RunLog(run, MonitorBuffer(None), is_first_rank=True, first_iteration=0, resumes=False)
-    on_cpu = measure_peak(torch.device("cpu"))
-    step = {"iteration": 1, "consumed_samples": 1, "batch_size": 1}
-    step |= {"loss": 2.0, "learning_rate": 0.1, "grad_norm": None}
-    for peak in (on_cpu, {"peak_memory_bytes": 2**30}):
-        log.log_steps([step], {"tokens_per_s": 1.0, "step_ms": 1.0, **peak})
-    log.close()
-    first, second = capsys.readouterr().out.splitlines()[-2:]
-    assert f"| peak RSS of the process {on_cpu['peak_rss_bytes'] / 2**20:,.0f} MiB" in first
-    assert second.endswith("| peak 1,024 MiB")
-    assert ["peak_memory_bytes" in record for record in read_metrics(tmp_path / "m.jsonl")] == [False, True]
-
-
 def averages() -> list[dict[str, float]]:
     rank = torch.distributed.get_rank()
     steps = [{"loss": torch.tensor(0.1 + rank + step), "lm_loss": torch.tensor(5.0)} for step in range(2)]
@@ -110,23 +81,6 @@ def test_losses_are_averaged_over_the_ranks() -> None:
         assert [list(step) for step in found] == [["loss", "lm_loss"]] * 2
         assert [step["loss"] for step in found] == pytest.approx([0.6, 1.6])
         assert [step["lm_loss"] for step in found] == [5.0, 5.0]
-
-
-def test_equal_validation_losses_of_two_runs_both_show(tmp_path: Path) -> None:
-    import matplotlib.image
-    from matplotlib.colors import to_rgb
-
-    runs = {name: written(tmp_path / f"{name}.jsonl", [3.0, 2.0, 1.0]) for name in ("stock", "tempo")}
-    for file in runs.values():  # one step, so that no line is drawn: the colours are those of the dots
-        file.write_text(
-            '{"kind": "train", "iteration": 1, "loss": 2.0}\n{"kind": "validation", "iteration": 1, "loss": 2.0}'
-        )
-    plot_losses(runs, tmp_path / "loss.png")
-    assert not list(tmp_path.glob("*.tmp"))
-    pixels = matplotlib.image.imread(tmp_path / "loss.png")[:, :, :3]
-    middle = pixels[:, : pixels.shape[1] * 7 // 10]  # without the legend
-    for colour in ("#0072B2", "#D55E00"):
-        assert (abs(middle - to_rgb(colour)).max(axis=2) < 0.01).sum() > 20, colour
 
 
 def test_a_figure_without_steps_is_an_error(tmp_path: Path) -> None:

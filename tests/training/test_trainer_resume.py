@@ -33,7 +33,8 @@ from tempo_megatron.training.run.resume import (
 from tempo_megatron.training.run.run_config import OPTIONS, RunConfig
 from tempo_megatron.training.tasks.task import Vocabulary
 
-STAGES = {**{f"ZeRO {stage}": zero(stage) for stage in range(4)}, "ZeRO 1, bf16": {**zero(1), **BF16}}
+# The optimizer of ZeRO 2 has the class of that of ZeRO 1.
+STAGES = {**{f"ZeRO {stage}": zero(stage) for stage in (0, 1, 3)}, "ZeRO 1, bf16": {**zero(1), **BF16}}
 ZERO1 = zero(1)
 STEPS = 6
 
@@ -102,7 +103,7 @@ CHANGED = {"adam_betas": [0.5, 0.5], "adam_eps": 1e-2, "weight_decay": 3.0, "cli
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in STAGES if name != "ZeRO 2"])  # whose optimizer has ZeRO 1's class
+@pytest.mark.parametrize("name", STAGES)
 def test_what_is_typed_takes_effect(data: Data, stopped: Stopped, tmp_path: Path, name: str) -> None:
     save, as_before = stopped(name)
     result = resume(data, tmp_path, save, *TYPED, config=STAGES[name])
@@ -253,20 +254,18 @@ def test_every_field_of_a_run_says_what_a_resumed_run_does_with_it() -> None:
     assert set(MODEL_MAY_CHANGE) < set(NAMES)
 
 
-@pytest.mark.parametrize("family", SAID)
-def test_every_field_that_is_left_out_is_as_in_the_checkpoint(tmp_path: Path, family: str) -> None:
-    run = decide(tmp_path, [*SIZES, *NEEDED, *SAID[family].split()], family)
-    load = pretend_to_save(run, tmp_path / "save")
-    resumed = decide(tmp_path, load, family)
-    for name in set(TAKEN) - {"sample_parts"}:
-        assert getattr(resumed, name) == getattr(run, name), name
-    assert resumed.sample_parts == (80,)
-    assert list(describe_changes(read_saved(load, family), dataclasses.asdict(resumed))) == []
-
-
-def test_the_test_above_changes_every_field(tmp_path: Path) -> None:
-    runs = {family: decide(tmp_path, [*SIZES, *NEEDED, *SAID[family].split()], family) for family in SAID}
-    plain = {family: decide(tmp_path, [*SIZES, *NEEDED], family) for family in SAID}
+def test_every_field_that_is_left_out_is_as_in_the_checkpoint(tmp_path: Path) -> None:
+    runs, plain = {}, {}
+    for family, words in SAID.items():
+        runs[family] = run = decide(tmp_path, [*SIZES, *NEEDED, *words.split()], family)
+        plain[family] = decide(tmp_path, [*SIZES, *NEEDED], family)
+        load = pretend_to_save(run, tmp_path / family)
+        resumed = decide(tmp_path, load, family)
+        for name in set(TAKEN) - {"sample_parts"}:
+            assert getattr(resumed, name) == getattr(run, name), name
+        assert resumed.sample_parts == (80,)
+        assert list(describe_changes(read_saved(load, family), dataclasses.asdict(resumed))) == []
+    # None was its default in all of them.
     needed = {"micro_batch_size", "train_iters", "lr", "data_path"}
     for name in set(TAKEN) - WITHOUT_ANOTHER - needed - {"model"}:
         assert any(getattr(runs[family], name) != getattr(plain[family], name) for family in SAID), name
