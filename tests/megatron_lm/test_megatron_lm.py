@@ -14,11 +14,12 @@ from typing import Any
 import megatron.core
 import pytest
 import torch
-from distributed import run_megatron_ranks, run_ranks
+from distributed import run_megatron_ranks
 from gpt import SEQ_LENGTH, VOCAB_SIZE, build_gpt, gpt_config
 from kept_formula import LayerShape, count_layer_bytes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch.nn.functional import silu
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.beside import is_ours
@@ -209,13 +210,21 @@ def test_samples_are_numbered_as_megatrons_sampler_deals_them() -> None:
 
 @pytest.mark.slow
 def test_kept_bytes_of_experts_and_latent_attention_are_a_mean_over_layers() -> None:
-    (found,) = run_ranks(_kept_by_kinds_of_layers, 1)
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 96, "bf16": True}
+    sizes |= {"activation_func": silu, "gated_linear_unit": True, "add_bias_linear": False, "qk_layernorm": True}
+    sizes |= {"normalization": "RMSNorm", "params_dtype": torch.bfloat16, "hidden_dropout": 0.0}
+    sizes |= {"num_moe_experts": 4, "moe_ffn_hidden_size": 48, "moe_layer_freq": [0, 1], "attention_dropout": 0.0}
+    sizes |= {"q_lora_rank": 32, "kv_lora_rank": 8, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    run = SimpleNamespace(seq_length=448, micro_batch_size=3, global_batch_size=3, data_parallel_size=1)
+    run.use_distributed_optimizer, run.position_embedding_type = True, "rope"
+    tempo = dataclasses.replace(TempoConfig.off(), activation="recompute", norm="recompute")
+    found = measure_layers(read_layers(MLATransformerConfig(**sizes), tempo, run, has_transformer_engine=True))
     tokens, ffn, routed = 448 * 3, 96, 2 * 48
     # Between its linears a layer keeps the input of the activation, but not its result, of 2 bytes an element.
     # The router keeps 4 logits of 2 bytes instead of the places (int64) and probabilities (float32) of its 2 choices.
-    assert found["experts"] == (tokens * (2 * (ffn + routed) + 2 * (8 + 4) - 4 * 2)) // 2
+    experts = (tokens * (2 * (ffn + routed) + 2 * (8 + 4) - 4 * 2)) // 2
     # So do norms: in front of attention, of the vectors of queries and keys, and in front of MLP and experts.
-    assert found["latent"] == found["experts"] + tokens * 2 * (64 + 32 + 8 + 64)
+    assert (found.stock or 0) - (found.tempo or 0) == experts + tokens * 2 * (64 + 32 + 8 + 64)
 
 
 def test_kept_bytes_of_a_dense_model_are_those_of_the_formula_to_the_byte() -> None:
@@ -235,37 +244,6 @@ def test_kept_bytes_of_a_dense_model_are_those_of_the_formula_to_the_byte() -> N
     expected = [count_layer_bytes(layer, each, stock="transformer_engine") for each in (TempoConfig.off(), tempo)]
     assert [found.stock, found.tempo] == expected
     assert f"stock {expected[0]:,}, Tempo {expected[1]:,}, " in found.describe()
-
-
-def _kept_by_kinds_of_layers() -> dict[str, Any]:
-    import torch
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-    from torch.nn import functional as F
-
-    torch.distributed.destroy_process_group()
-    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 96, "bf16": True}
-    sizes |= {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False, "qk_layernorm": True}
-    sizes |= {"normalization": "RMSNorm", "params_dtype": torch.bfloat16, "hidden_dropout": 0.0}
-    sizes |= {"num_moe_experts": 4, "moe_ffn_hidden_size": 48, "moe_layer_freq": [0, 1], "attention_dropout": 0.0}
-    run = SimpleNamespace(seq_length=448, micro_batch_size=3, global_batch_size=3, data_parallel_size=1)
-    run.use_distributed_optimizer, run.position_embedding_type = True, "rope"
-    ranks = {"q_lora_rank": 32, "kv_lora_rank": 8, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
-    off = TempoConfig.off()
-    found: dict[str, Any] = {}
-    for name, config, tempo in (
-        ("experts", TransformerConfig(**sizes), dataclasses.replace(off, activation="recompute")),
-        (
-            "latent",
-            MLATransformerConfig(**sizes, **ranks),
-            dataclasses.replace(off, activation="recompute", norm="recompute"),
-        ),
-    ):
-        kept = measure_layers(read_layers(config, tempo, run, has_transformer_engine=True))
-        found[name] = (kept.stock or 0) - (kept.tempo or 0)
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)  # the rank leaves it
-    return found
 
 
 def test_a_script_that_builds_none_of_the_models_is_refused() -> None:

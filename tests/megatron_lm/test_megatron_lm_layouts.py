@@ -27,7 +27,6 @@ LAYOUTS = {
     "core_attn": (1, "--recompute-granularity selective --recompute-modules core_attn"),
     "with evaluation": (1, "--eval-interval 1 --eval-iters 1"),
     "PP 2": (2, "--pipeline-model-parallel-size 2"),
-    "PP 2, interleaved": (2, f"--pipeline-model-parallel-size 2 {_VIRTUAL}"),
     "PP 2, full, block": (2, f"--pipeline-model-parallel-size 2 {_FULL} block"),
     "TP 2": (2, "--tensor-model-parallel-size 2"),
     "TP 2 + SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
@@ -39,7 +38,6 @@ LAYOUTS = {
     ),
     "DP 2": (2, ""),
     "DP 2, micro batch 4": (2, "--micro-batch-size 4"),
-    "single layers": (1, _LAYERS),
     "PP 2, single layers": (2, f"--pipeline-model-parallel-size 2 {_LAYERS}"),
     "PP 2, interleaved, single layers": (2, f"--pipeline-model-parallel-size 2 {_VIRTUAL} {_LAYERS}"),
     "PP 4": (4, "--pipeline-model-parallel-size 4"),
@@ -67,9 +65,7 @@ def results(
         changes = () if model == "GPT" else ("take_latent_sizes",)
         checkpoint = tmp_path_factory.mktemp("checkpoint")
         save = f"{more} --train-iters 1 --save {checkpoint} --save-interval 1 --ckpt-format torch_dist"
-        load = (
-            f"{_DROPOUT} {more} --load {checkpoint} --finetune --no-load-optim --no-load-rng --ckpt-format torch_dist"
-        )
+        load = f"{_DROPOUT} {more} --load {checkpoint} {_LOAD}"
         layouts = {name: LAYOUTS[name] for name in names if model_of(name) == model}
         if not layouts:
             continue

@@ -98,9 +98,6 @@ CASES = {
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --optimizer adam --adam-eps 0.01", 2
     ),
     "EP 2": Case(f"{_MOE_SWIGLU} {_EP_2}", 2),
-    "EP 2, top 8": Case(f"{_TOP_8} --moe-router-load-balancing-type seq_aux_loss {_EP_2}", 2),
-    "EP 2, capacity": Case(f"{_CAPACITY} {_EP_2}", 2),
-    "EP 2, capacity, padded": Case(f"{_PADDED} {_EP_2}", 2),
     "EP 2, sent again": Case(f"{_MOE_SWIGLU} {_EP_2}", 2, "--tempo-moe-permute repeat --tempo-norm recompute"),
     "TP 2 + SP, MoE": Case(f"{_TP_2_SP} {_MOE_SWIGLU}", 2, **_SP),
     "TP 2 + SP, MoE, top 8": Case(f"{_TP_2_SP} {_TOP_8} --moe-router-load-balancing-type seq_aux_loss", 2, **_SP),
@@ -109,10 +106,7 @@ CASES = {
     "TP 2 + SP, EP 2, capacity": Case(f"{_TP_2_SP} {_CAPACITY} {_EP_2_OF_TP}", 2, **_SP),
     "TP 2 + SP, EP 2": Case(f"{_TP_2_SP} {_MOE_SWIGLU} {_EP_2_OF_TP}", 2, **_SP),
     "PP 2, MoE": Case(f"{_PP_2} {_MOE_SWIGLU}", 2),
-    "PP 2, MoE, top 8": Case(f"{_PP_2} {_TOP_8} --moe-router-load-balancing-type seq_aux_loss", 2),
-    "PP 2, MoE, capacity": Case(f"{_PP_2} {_CAPACITY}", 2),
     "MLA, TP 2 + SP": Case(f"{LATENT_ATTENTION} {_TP_2_SP}", 2, **_SP, **_LATENT),
-    "MLA, PP 2": Case(f"{LATENT_ATTENTION} {_PP_2}", 2, **_LATENT),
     "MLA, EP 2": Case(f"{LATENT_ATTENTION} {_MOE_SWIGLU} {_EP_2}", 2, **_LATENT),
     "TP 4, 12 heads": Case("--tensor-model-parallel-size 4 --num-attention-heads 12", 4),
     "TP 4 + SP, 12 heads": Case(
