@@ -230,7 +230,7 @@ def test_each_stage_has_a_ledger_of_its_own(begun: Callable[..., Begun], tmp_pat
     ledger = ["--tempo-ledger", str(tmp_path / "ledger"), "--train-iters", "3"]
     found = successful(begun("gpt").go_on(Layout(pp=2, interleaves=True), tmp_path, *ledger))
     assert sorted(path.name for path in tmp_path.glob("ledger*.json")) == [
-        f"ledger.stage{stage}{kind}.json" for stage in (0, 1) for kind in ("", ".timeline")
+        f"ledger.stage{stage}{kind}.json" for stage in (0, 1) for kind in ("", ".timeline", ".timeline.trace")
     ]
     assert "stage 0: GPTModel, 4 layers" in found.output and "layers 0,2" in found.output
 
