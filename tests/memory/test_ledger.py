@@ -1,23 +1,17 @@
 from __future__ import annotations
 
-import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 from runs import build_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
-from tempo_megatron.memory.commands.ledger import format_table
-from tempo_megatron.memory.show.ledger import Ledger, measure_run
-from tempo_megatron.memory.tape.rows import Row, find_row
+from tempo_megatron.memory.show.ledger import measure_run
+from tempo_megatron.memory.tape.rows import find_row
 from tempo_megatron.models.shape import make_shape
 
 SCORES = "core_attention (s*s)"
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-GPT2 = json.loads((CONFIGS / "model" / "gpt2_124m.json").read_text(encoding="utf-8"))
 SMALL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 512, "num_attention_heads": 2, "vocab_size": 256}
 
 
@@ -100,26 +94,6 @@ def test_the_command_prints_one_table_with_each_kind_of_layer_writes_the_same_fi
     for kind in tempo["layer_kinds"]:
         (line,) = [line for line in text.splitlines() if line.startswith(f"each of layers {kind['layers']} ")]
         assert f"{kind['layer_bytes']:,}" in line
-
-
-@pytest.mark.parametrize(
-    ("name", "choice"), [("gelu", "inplace"), ("swiglu", "auto"), ("squared_relu", "inplace"), ("quick_geglu", "off")]
-)
-def test_the_activations_row_has_the_name_of_the_activation_that_was_measured(name, choice):
-    found = ledger({**SMALL, "activation": name}, TempoConfig(activation=choice))
-    rows = [line.split()[0] for line in format_table(found, found).splitlines()]
-    assert rows.index("pre_mlp_layernorm") < rows.index(name) < rows.index("one")  # layer without s*s
-
-
-def test_a_row_that_the_table_of_operations_does_not_know_stands_last():
-    known = ledger(SMALL, TempoConfig())
-    (kind,) = known.layer_kinds
-    more = dataclasses.replace(
-        known, layer_kinds=(dataclasses.replace(kind, rows=(Row("new operation", 640), *kind.rows)),)
-    )
-    assert isinstance(more, Ledger) and more.layer_bytes == known.layer_bytes + 640
-    lines = format_table(known, more).splitlines()
-    assert "640" in lines[[line.startswith("one layer without") for line in lines].index(True) - 2]
 
 
 def test_each_kind_of_layer_is_measured_and_the_model_is_their_sum():

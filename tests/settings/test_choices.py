@@ -121,15 +121,6 @@ def test_the_sentence_names_every_value_that_can_be_had_and_every_switch_it_conc
         choose(after_norm, TempoConfig(norm="recompute"))
 
 
-def test_the_line_for_the_banner_says_a_shared_reason_once():
-    line = choose(config_with(**SWIGLU), TempoConfig(loss="off")).describe()
-    reason = "activation is swiglu, and in place exists for gelu and squared relu only"
-    assert line == f"activation=recompute (auto: {reason}) norm=inplace dropout=recompute attention=flash loss=off"
-    line = choose(config_with(enable_autocast=True), TempoConfig()).describe()
-    assert line.startswith("activation=off norm=off dropout=off attention=off loss=off (auto: autocast")
-    assert line.count("autocast") == 1
-
-
 def test_in_fp8_outputs_are_kept_if_they_are_asked_for_and_can_be_quantised_again():
     asked = TempoConfig(**{**EVERYTHING_OFF, "norm": "inplace"})
     assert choose(config_with(fp8="e4m3", fp8_recipe="blockwise"), asked).config.norm == "inplace"

@@ -47,13 +47,6 @@ def test_a_stack_of_a_t5_may_have_ranges_of_its_own() -> None:
     assert [config.for_layer(9, stack).norm for stack in ("encoder", "decoder")] == ["auto", "recompute"]
 
 
-def test_the_line_is_compact_and_in_the_order_of_the_layers() -> None:
-    assert TempoConfig.from_dict(BLOCK).describe() == (
-        "activation=inplace norm=auto dropout=auto attention=auto loss=auto "
-        "layers 0-11: activation=recompute attention=off, 12: norm=off, 20-: dropout=off"
-    )
-
-
 def test_it_goes_through_json_pickle_copy_and_hash_and_cannot_be_changed() -> None:
     config = TempoConfig.from_dict(BLOCK)
     written = json.loads(json.dumps(dataclasses.asdict(config)))

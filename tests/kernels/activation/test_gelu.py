@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from gelu_inputs import ACTIVATION, DTYPES, FORMS, exact_derivative, floor_of, inputs, minimum_of
 from gelu_inverse_fit import fit
 from torch import Tensor
-from witness import assert_within_rule, kept_storages, outputs_and_gradients, ulp
+from witness import kept_storages, outputs_and_gradients, ulp
 
 from tempo_kernels.activation import cpu, inverse
 from tempo_kernels.gelu import gelu
@@ -46,28 +46,6 @@ def test_derivative_from_a_rounded_or_computed_output_is_at_the_floor_of_an_exac
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_rounding_of_torchs_float32_output_costs_what_is_documented(form):
-    """How far torch's float32 y is off depends on the CPU: its vector code and compiler decide about the last places.
-
-    On CPUs with AVX-512 the erf form's gradient was off by 1.45e-4 at x = -0.7518, on others by 4e-5, which is the
-    floor of a correctly rounded y. So the first bound is what follows from this CPU's own y, and the second what the
-    documentation of `gelu` says of all.
-    """
-    # About the minimum, the gradient is the root of twice the curvature times how far y is above.
-    x = inputs(form, torch.float32)
-    x = x[(x - minimum_of(form)).abs() < 0.12]
-    y, grad_x = outputs_and_gradients(lambda t: gelu(t, None, form), [x], torch.ones_like(x), torch.float32)
-    off = (y.double() - F.gelu(x.double(), approximate=form)).abs().max()
-    error = (grad_x.double() - exact_derivative(x, form)).abs().max()
-    assert error <= (0.87 * off).sqrt() + inverse.INVERSES[ACTIVATION[form]].fit_error
-    assert error <= 3.0e-4
-    lowest = torch.tensor(minimum_of(form), dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(F.gelu(lowest, approximate=form), lowest, create_graph=True)
-    (curvature,) = torch.autograd.grad(slope, lowest)
-    assert 2 * curvature == pytest.approx(0.87, rel=0.02)
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_formula_errs_away_from_the_minimum_by_no_more_than_is_recorded(form):
     x = inputs(form)
     x = x[(x - minimum_of(form)).abs() > 0.05]
@@ -85,19 +63,6 @@ def test_a_fresh_fit_is_no_better_than_the_coefficients_in_use(form):
     assert (fresh.x_min, fresh.y_min, fresh.root_zero) == (used.x_min, used.y_min, used.root_zero)
     assert fresh.y_min_low == pytest.approx(used.y_min_low, rel=1e-6)
     assert used.fit_error <= 1.1 * fresh.fit_error
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tanh_output_equals_the_fused_bias_gelu_of_megatron_to_its_rounding(dtype):
-    def megatron(x, bias):
-        x = x + bias
-        return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
-
-    x, bias = (torch.randn(64, 130) * 3).to(dtype), torch.randn(130).to(dtype)
-    fused, exact = megatron(x.float(), bias.float()).to(dtype), megatron(x.double(), bias.double())
-    assert_within_rule("output", gelu(x, bias, "tanh"), fused, exact)
-    if dtype != torch.float32:
-        assert (gelu(x, bias, "tanh") != fused).double().mean() < 0.005
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
