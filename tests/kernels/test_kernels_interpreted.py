@@ -13,12 +13,6 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
 
 FILES = sorted(Path(__file__).parent.rglob("test_*_kernels.py"))
-# Each in a process of its own, for other cores to help; each takes seconds to import torch.
-FAMILIES = ["attention", "norm", "others"]
-
-
-def find_family(path: Path) -> str:
-    return path.parent.name if path.parent.name in FAMILIES else "others"
 
 
 def list_tests(path: Path) -> list[str]:
@@ -37,10 +31,8 @@ def interpret(*arguments: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_kernel_does_under_the_interpreter_what_its_specification_says(family: str, pytestconfig):
-    files = [str(path) for path in FILES if find_family(path) == family]
-    interpret(*(["--exhaustive"] if pytestconfig.getoption("--exhaustive") else []), *files)
+def test_every_kernel_does_under_the_interpreter_what_its_specification_says(pytestconfig):
+    interpret(*(["--exhaustive"] if pytestconfig.getoption("--exhaustive") else []), *map(str, FILES))
 
 
 @pytest.mark.quick

@@ -45,16 +45,13 @@ FAMILIES = ("gpt", "llama", "bert")
 # Many tokens or many weights, Tempo, dtype.
 SETTINGS = [
     (False, OFF, torch.bfloat16),
-    (False, OFF, torch.float32),
-    (False, AUTO, torch.bfloat16),
     (False, AUTO, torch.float32),
     (False, RECOMPUTE, torch.bfloat16),
     (False, INPLACE_STOCK_HEAD, torch.bfloat16),
     (False, FUSED_ONLY, torch.float32),
-    (True, OFF, torch.bfloat16),
     (True, AUTO, torch.bfloat16),
 ]
-RECOMPUTED = [(tempo, recompute) for tempo in (OFF, AUTO) for recompute in (("full",), ("core_attn",))]
+RECOMPUTED = [(AUTO, ("full",)), (OFF, ("core_attn",))]
 
 
 def take_turns(steps: list[list[Step]]) -> list[Any]:
@@ -91,9 +88,6 @@ TENSOR_PARALLEL = [
         [Step("llama", False, OFF, tp=2, sp=True)],
         [Step("t5", False, OFF, tp=2, sp=True)],
         [Step("t5", False, AUTO, torch.float32)],
-        [Step("gpt", False, OFF, tp=4)],
-        [Step("gpt", False, AUTO, tp=4, sp=True)],
-        [Step("gqa", False, AUTO, tp=4)],
     ),
 ]
 

@@ -77,12 +77,7 @@ NONE = "\nwithout --recompute-granularity"
     [
         ("--gpu-memory=16GB", "NVIDIA A100-SXM4-80GB", ["\nNVIDIA A100", "Transformer Engine's", NONE]),
         (f"--gpu-memory=16GB {ZERO}", None, ["\nNVIDIA H100", "Megatron's local ones", "attention=flash"]),
-        (f"--gpu-memory=30GB {ZERO} --stock=transformer_engine", None, ["attention=off"]),
-        ("--gpu=a100 --gpu-memory=6.7GB --margin=0", None, ["--recompute-granularity full --recompute-method block"]),
         (f"{OTHER} --plot={{png}} --model={MODELS}/bert_large.json", None, [", TP 2, "]),
-        *exhaustive(
-            *((f"{OTHER} --model={MODELS}/{each}.json", None, [", TP 2, "]) for each in ("llama3_8b", "gpt3_6.7b"))
-        ),
     ],
 )
 def test_what_is_asked_is_planned(

@@ -67,7 +67,7 @@ def test_without_dropout_loss_and_gradients_are_stocks(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["BERT", "DistilBERT", "GPT-2", "OPT", "GPT-NeoX", "ModernBERT", "Llama", *exhaustive(*ALIKE)]
+    "name", ["BERT", "GPT-2", "ModernBERT", "Llama", *exhaustive(["DistilBERT"], ["OPT"], ["GPT-NeoX"], *ALIKE)]
 )
 def test_masks_are_the_same_with_checkpointing(name):
     case = CASES[name]
