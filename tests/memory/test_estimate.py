@@ -144,16 +144,6 @@ def test_the_softmax_forms_blocks_have_the_row_of_attentions_workspaces(dropout:
     assert real > probabilities.nbytes
 
 
-def test_without_a_softmax_kernel_stock_keeps_its_softmax_in_float32() -> None:
-    sizes = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64}
-    for dtype, more in ((torch.bfloat16, 2 * 4 * 64 * 64), (torch.float32, 0)):
-        without, kept = (
-            keep_of_middle_layer(simulate(sizes, stock="local", dtype=dtype, masked_softmax_fusion=has_kernel))
-            for has_kernel in (False, True)
-        )
-        assert without - kept == more
-
-
 @pytest.mark.parametrize(
     ("values", "tempo_config", "settings", "ends"),
     [
@@ -213,18 +203,6 @@ def test_chunks_have_the_layers_that_megatron_gives_them(
         others = [embedding + positions, *[0] * (stages - 2), embedding + 2 * 64]
         expected = [n * layer + m for (n,), m in zip(found, others, strict=True)]
         assert [rank.num_parameters for rank in estimate_ranks(run)] == expected
-
-
-@pytest.mark.parametrize(("stage", "chunks", "in_flight"), [(0, 1, 4), (3, 1, 1), (0, 2, 11), (3, 2, 5), (0, 3, 15)])
-def test_the_schedule_has_megatrons_micro_batches_in_flight(stage: int, chunks: int, in_flight: int) -> None:
-    """In chunks; of the first stage p m + p - 1, the paper's 1 + (p - 1) / (p m) of a whole model."""
-    level, most, seen = 0, 0, set()
-    for event in list_events(stage, 4, chunks, 12):
-        assert ((True, event.micro_batch, event.chunk) in seen) is not event.is_forward
-        seen.add((event.is_forward, event.micro_batch, event.chunk))
-        level += 1 if event.is_forward else -1
-        most = max(most, level)
-    assert (level, most, len(seen)) == (0, in_flight, 2 * 12 * chunks)
 
 
 @pytest.mark.parametrize("group", [4, 6, 8])

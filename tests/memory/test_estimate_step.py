@@ -26,9 +26,7 @@ SAMPLE = [
 ]
 RUNS = [
     Run(stage=1, foreach=True),
-    Run(stage=1, accumulates_in_float32=True),
     Run(stage=2, accumulates_in_float32=True, overlaps=True),
-    Run(stage=2, bucket=16 << 20),
     Run(stage=3, accumulates_in_float32=True, overlaps=True),
 ]
 OTHER_RUNS = [
@@ -37,7 +35,9 @@ OTHER_RUNS = [
     Run(stage=0),
     Run(stage=0, dtype=torch.float32, foreach=True),
     Run(stage=1),
+    Run(stage=1, accumulates_in_float32=True),
     Run(stage=1, bucket=16 << 20),
+    Run(stage=2, bucket=16 << 20),
     Run(stage=1, bucket=16 << 20, is_wide=False),
     Run(stage=3, dtype=torch.float32),
 ]

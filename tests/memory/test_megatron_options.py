@@ -81,6 +81,7 @@ def test_estimate_and_plan_know_a_newer_megatron() -> None:
     words += " --vocab-size 512 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
     # A plan has few choices then.
     words += " --use-tempo --tempo-activation recompute --tempo-linear-fc1 off --tempo-linear-qkv off"
+    words += " --tempo-norm recompute --tempo-dropout off --tempo-attention flash --tempo-moe-permute off"
     environment = {**os.environ, "PYTHONPATH": str(unpack("megatron-core==0.19.2"))}
     padded = " --moe-expert-capacity-factor 1.2 --moe-pad-expert-input-to-capacity"
     commands = [

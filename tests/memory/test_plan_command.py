@@ -107,7 +107,7 @@ MIXTURE = (
 )
 FEW_CHOICES = (
     "--use-tempo --tempo-activation recompute --tempo-norm recompute --tempo-linear-fc1 off --tempo-linear-qkv off "
-    "--tempo-moe-permute off"
+    "--tempo-moe-permute off --tempo-attention flash --tempo-dropout off"
 )
 LATENT = (
     "--multi-latent-attention --kv-lora-rank 64 --qk-head-dim 64 --v-head-dim 64 --qk-pos-emb-head-dim 32 "

@@ -39,8 +39,8 @@ def test_with_the_host_a_plan_is_never_slower_and_mostly_faster_and_copies_fit_t
     window = count_window_bytes(request.gpu, options.seconds(options.flops.total))
     least, most = without.make_smallest().peak_bytes, without.plan(10**14).peak_bytes
     num_faster = 0
-    for part in range(3):
-        budget = least + (most - least) * part // 3
+    for part in range(2):
+        budget = least + (most - least) * part // 2
         plan, other = planner.plan(budget), without.plan(budget)
         assert plan.seconds <= other.seconds and plan.peak_bytes <= budget
         num_faster += plan.seconds < 0.999 * other.seconds

@@ -12,7 +12,7 @@ from roam_cases import find_least_peak, graphs, make_training_graph
 from tempo_megatron.roam.graph import Operation, StepGraph, check_order, cut, restrict
 from tempo_megatron.roam.order import advance_frees, find_order, flatten_order, list_by_memory, list_depth_first
 from tempo_megatron.roam.placement import Rectangle, check_placement, find_arena, find_placement, list_rectangles
-from tempo_megatron.roam.search import find_least_state, search_order
+from tempo_megatron.roam.search import search_order
 
 
 @settings(max_examples=120, deadline=None)
@@ -50,29 +50,6 @@ def test_frees_that_move_forward_raise_no_peak_and_ranges_have_the_steps_of_the_
     assert [step for part in parts for step in part.count_bytes(range(len(part)))] == steps
 
 
-@settings(max_examples=80, deadline=None)
-@given(graphs())
-def test_the_least_state_is_the_least_of_all_states_before_an_operation(graph: StepGraph) -> None:
-    n = len(graph)
-    states = [s for s in range(1 << n) if all(graph.ancestors[i] & ~s == 0 for i in range(n) if s >> i & 1)]
-
-    def count_alive(state: int) -> int:
-        made = [
-            s for s, users in enumerate(graph.users) if users and (state << 1 | 1) >> 1 + graph.makers.get(s, -1) & 1
-        ]
-        alive = (s for s in made if s in graph.kept or any(not state >> user & 1 for user in graph.users[s]))
-        return graph.standing_bytes + sum(graph.sizes[s] for s in alive)
-
-    for place in range(n):
-        allowed = [s for s in states if graph.ancestors[place] & ~s == 0 and not s >> place & 1]
-        least = find_least_state(graph, place)
-        assert least.bytes_before == min(map(count_alive, allowed))
-        assert least.smallest & ~least.largest == 0
-        for state in (least.smallest, least.largest):
-            assert state in allowed
-            assert count_alive(state) == least.bytes_before
-
-
 @pytest.mark.parametrize("seed", [0, 3])
 def test_the_order_of_a_large_training_step_is_proven_best_and_its_arena_filled_at_once(seed: int) -> None:
     graph = make_training_graph(300, seed)
@@ -80,20 +57,6 @@ def test_the_order_of_a_large_training_step_is_proven_best_and_its_arena_filled_
     assert plan.is_optimal
     assert plan.peak_bytes < 0.95 * plan.given_peak_bytes
     assert find_placement(list_rectangles(graph, find_order(graph, work_limit=0).order)[1]).is_optimal
-
-
-def test_an_update_is_delayed_where_its_scratch_would_be_the_peak() -> None:
-    operations = (
-        Operation(name="forward", makes=(2,), reads=(0,)),
-        Operation(name="dw", makes=(1,), reads=(2,)),
-        Operation(name="update", reads=(1,), writes=(0,), scratch_bytes=150),
-        Operation(name="dx", makes=(3,), reads=(2,)),
-    )
-    # Sizes of a weight, its gradient, an activation, another gradient.
-    graph = StepGraph(operations, (10, 10, 100, 100), frozenset({0}))
-    plan = find_order(graph)
-    assert [graph.operations[place].name for place in plan.order] == ["forward", "dx", "dw", "update"]
-    assert (plan.given_peak_bytes, plan.peak_bytes) == (270, 210)
 
 
 def rectangles(most: int) -> st.SearchStrategy[list[Rectangle]]:

@@ -481,18 +481,6 @@ def test_a_random_state_that_nobody_restores_asks_for_nothing():
     assert len(set().union(*seen)) == sum(map(len, seen))
 
 
-def test_training_under_a_gradient_advances_no_generator():
-    model = tempoize(build(), seed=4)
-    state = torch.get_rng_state()
-    loss_and_gradients(model, make_ids())
-    with samples(model, 3):
-        loss_and_gradients(model, make_ids())
-    model.eval()
-    with torch.no_grad():
-        model(make_ids())
-    assert torch.equal(state, torch.get_rng_state())
-
-
 def test_what_is_restored_repeats_one_forward_and_no_later_one():
     """Whoever seeds anew before training repeats the masks of the first forward, as under stock, and no others."""
     model = tempoize(build(), seed=4)
