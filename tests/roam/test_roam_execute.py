@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-import tiny_models
 import torch
-from allocated import measure_allocated
 from gpt import WRITTEN, build_gpt, gpt_config
 from roam_steps import (
     Trained,
@@ -30,7 +28,6 @@ from tempo_megatron.roam.arena import ArenaStep
 from tempo_megatron.roam.capture import capture_step
 from tempo_megatron.roam.execute import OrderedStep
 from tempo_megatron.roam.order import find_order
-from tempo_torch import tempoize
 
 # It depends on the CPU what ATen's operations hold inside, which no plan counts: the packed operands of a convolution
 # took below 1 % of the peak on one kind of CPU and 3 % on another, in float32.
@@ -53,22 +50,6 @@ def test_steps_of_a_resnet_are_those_of_eager_mode() -> None:
 @pytest.mark.slow
 def test_steps_of_a_gpt_are_those_of_eager_mode() -> None:
     check_peaks(train_gpt(WRITTEN))
-
-
-@pytest.mark.exhaustive
-def test_a_gpt2_of_transformers_given_to_tempoize_trains_in_the_planned_order() -> None:
-    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-
-    def build() -> nn.Module:
-        return tempoize(tiny_models.build("GPT2", **no_dropout), seed=1)  # type: ignore[no-any-return]
-
-    def draw(number: int) -> tuple[Tensor]:
-        return (torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(number)),)
-
-    def compute_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-        return model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
-
-    check_peaks(train_both(build, functools.partial(torch.optim.AdamW, lr=1e-2), compute_loss, draw))
 
 
 @pytest.mark.slow
@@ -151,19 +132,3 @@ def test_a_stock_gpt_lies_in_the_arena_but_for_norms_embeddings_and_losses() -> 
     assert trained.peak_bytes == approx(trained.step.allocated_bytes)
     assert trained.step.arena_bytes > 0.8 * trained.planned_bytes
     assert {"embedding", "native_layer_norm"} <= set(trained.step.left_out)
-
-
-def test_what_an_earlier_measurement_saw_does_not_change_the_next() -> None:
-    """torch's profiler remembers the sizes of blocks that were given back when it no longer looked."""
-    there, peak = measure_allocated(lambda: [torch.zeros(1000, dtype=torch.float32) for _ in range(64)])
-    assert peak == 64 * 4000
-    addresses = {tensor.data_ptr() for tensor in there}
-    there.clear()
-    there += [torch.zeros(1000, dtype=torch.float32) for _ in range(64)]
-    assert addresses & {tensor.data_ptr() for tensor in there}, "the allocator gave no block again"
-
-    def replace() -> Tensor:
-        there.clear()
-        return torch.zeros(2000, dtype=torch.float32)
-
-    assert measure_allocated(replace)[1] == 8000

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.run import Run
 from tempo_megatron.models.layout import Layout
 from tempo_megatron.models.shape import NAMES, ModelShape, make_shape
 from tempo_megatron.settings.config import TempoConfig
 
 _OF_LAYOUT = tuple(field.name for field in dataclasses.fields(Layout))
 
-WHOLE, DISTRIBUTED = OptimizerSettings(distributed=False), OptimizerSettings(distributed=True)
 # Of most of the functional tests in NVIDIA/Megatron-LM@d98e8a64dd, tests/functional_tests/test_cases/gpt.
 SMALL = {"num_layers": 12, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 1024, "vocab_size": 50257}
 
