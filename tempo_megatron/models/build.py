@@ -33,6 +33,7 @@ from tempo_megatron.slots.choose import Choices, choose
 from tempo_megatron.slots.dropout import tempoize_embedding
 from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
 from tempo_megatron.slots.loss import TempoBertModel, TempoGPTModel, TempoT5Model
+from tempo_megatron.slots.megatron_versions import find_version, is_since
 from tempo_megatron.slots.mlp import FUNCTIONS
 from tempo_megatron.slots.norm import TorchNorm
 from tempo_megatron.slots.slot_content import find_class
@@ -213,7 +214,7 @@ def build_model(
         padded_vocab_size: rows of the embedding.
         pre_process, post_process, vp_stage: of its pipeline stage, as GPTModel's arguments of these names.
 
-    Raises ValueError where a value that is not "auto" cannot be had.
+    Raises ValueError where a value that is not "auto" cannot be had, or this megatron-core cannot build the model.
     """
     choices = choose(config, tempo_config)
     common: dict[str, Any] = {
@@ -227,6 +228,12 @@ def build_model(
         "position_embedding_type": "rope" if shape.multi_latent_attention else shape.position_embedding_type,
         "rotary_percent": shape.rotary_percent,
     }
+    if shape.multi_latent_attention and shape.q_lora_rank is None and config.qk_layernorm and is_since("0.19"):
+        # mla_qk_norm_config.py: the norm of q is part of Transformer Engine's linear.
+        raise ValueError(
+            f"latent attention without q_lora_rank has no norm of Megatron's own modules in megatron-core "
+            f"{find_version()}; expected 0.14 to 0.18; install one of these"
+        )
     specs = make_specs(shape, config, choices, vp_stage=vp_stage)
     if shape.num_experts is not None and not hasattr(moe_utils, "te_general_gemm"):
         # Without Transformer Engine the router looks for a name that nobody defines (moe_utils.py:1192 of 0.16.1).

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
@@ -100,7 +101,13 @@ def tempo_block_spec(
 def get_stock_block_spec(config: Any, **others: Any) -> Any:
     """Megatron's decoder block of a GPT with the norms of `config`."""
     norms = {"normalization": config.normalization, "qk_l2_norm": getattr(config, "qk_l2_norm", False)}
-    return get_gpt_decoder_block_spec(config, **norms, **others)
+    block = get_gpt_decoder_block_spec(config, **norms, **others)
+    if getattr(config, "q_lora_rank", 0) is None:
+        # Without Transformer Engine it names a norm for the latent vector of q also where there is none, which
+        # MLASelfAttention refuses from megatron-core 0.19 on.
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.submodules.q_layernorm = IdentityOp
+    return block
 
 
 def tempoize(

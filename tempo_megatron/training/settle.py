@@ -45,7 +45,7 @@ the description of that."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """What a run begins with, beside its RunConfig; every rank has found the same."""
+    """What a run begins with, in addition to its RunConfig; every rank has found the same."""
 
     task: Task
     vocabulary: Vocabulary

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import megatron.core
 import pytest
 import torch
 
@@ -73,3 +74,10 @@ def test_a_file_has_the_parameters_of_its_models_name(path: Path) -> None:
     expected, share = PUBLISHED[path.stem]
     with simulate_layout(1):
         assert abs(count(path.stem) - expected) <= share * expected, count(path.stem)
+
+
+def test_latent_attention_that_megatron_cannot_build_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu.use_cpu()
+    monkeypatch.setattr(megatron.core, "__version__", "0.19.2")
+    with simulate_layout(1), pytest.raises(ValueError, match="q_lora_rank .* 0.19.2; expected 0.14 to 0.18"):
+        count("moonlight_16b")

@@ -13,6 +13,7 @@ from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
@@ -47,6 +48,8 @@ def construct_latent(
     spec = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True, normalization=config.normalization)
     slots = spec.submodules.self_attention.submodules
     slots.linear_q_down_proj = slots.linear_kv_down_proj = down
+    if config.q_lora_rank is None:
+        slots.q_layernorm = IdentityOp  # a norm that is never built, which megatron-core 0.19 refuses
     if tempo_config.is_off:
         spec.submodules.self_attention.submodules.core_attention = PlainAttention
     # Without Transformer Engine Megatron does not define what its latent attention looks for.
