@@ -325,7 +325,7 @@ OTHER_DESCRIPTIONS = {
     "vocabulary": ("gpt", "", 640, "its padded_vocab_size is 512, this run's is 640"),
     "precision": ("gpt", "--bf16", 512, "its precision is fp32, this run's is bf16"),
     "batch": ("gpt", "--global-batch-size 6", 512, "its global_batch_size is 2, this run's is 6, so the order"),
-    "ramp": ("gpt", "--micro-batch-size 1 --rampup-batch-size 1 1 8", 512, "its rampup_batch_size is None, this run's"),
+    "ramp": ("gpt", "--micro-batch-size 1 --rampup-batch-size 1 1 8", 512, "; leave out --rampup-batch-size"),
     "seed": ("gpt", "--seed 1", 512, "change --seed"),
     "masks": ("bert", "--mask-prob 0.2", 512, "its masking is {'mask_prob': 0.15"),
 }

@@ -268,4 +268,5 @@ def _write(value: Any) -> str:
 
 def describe_conflict(where: str, name: str, theirs: Any, ours: Any) -> str:
     what = "the order of its samples would change" if name in _DATA_FIELDS else "it cannot be loaded"
-    return f"{where}: its {name} is {theirs}, this run's is {ours}, so {what}; change {REMEDIES[name]}"
+    do = "leave out" if theirs is None else "change"
+    return f"{where}: its {name} is {theirs}, this run's is {ours}, so {what}; {do} {REMEDIES[name]}"
