@@ -201,7 +201,7 @@ def make_checkpoint(folder: Path) -> Path:
     checkpoint = folder / "iter_0000002"
     checkpoint.mkdir(exist_ok=True)
     torch.save({"weight": torch.arange(64.0), "scheduler": {"steps": 3}}, checkpoint / "rank_00000.pt")
-    content = {"iteration": 2, "settings": {"lr": 1e-3}, "sample_parts": [4]}
+    content = {"iteration": 2, "settings": {"lr": 1e-3, "model": {}, "tempo": {}}, "sample_parts": [4]}
     write_description(checkpoint, content, describe_files(checkpoint, [checkpoint / "rank_00000.pt"]))
     (folder / "latest").write_text("iter_0000002\n")
     return checkpoint
