@@ -1,4 +1,4 @@
-"""A model of Tempo's beside Megatron's own: loss, gradients, and all that a checkpoint or an optimizer knows of it."""
+"""Compares a model of Tempo with Megatron's own: loss, gradients, and what checkpoints and optimizers know of it."""
 
 from __future__ import annotations
 

@@ -370,7 +370,7 @@ class _Chunk(ChunkModel):
         """Each parameter of the whole chunk, in the order of the modules."""
         model = self.model
         experts = [module for module in model.modules() if isinstance(module, LocalExperts)]
-        # Of several experts in one. Other ranks share their states than those of the rest.
+        # Of several experts in one. Their states are divided over other ranks than the other parameters' are.
         stacked = {id(parameter): parameter for module in experts for parameter in module.parameters()}
         ends = {EMBEDDING: getattr(model, "embedding", None), HEAD: getattr(model, "output_layer", None)}
         owners = {id(p): name for name, end in ends.items() if end is not None for p in end.parameters()}

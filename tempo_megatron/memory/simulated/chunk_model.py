@@ -164,7 +164,7 @@ def _leave_latent_attention(run: Run) -> TempoConfig:
 
 
 def _find_predicting(run: Run, has_experts: Sequence[bool]) -> int:
-    """The layer that those of multi-token prediction are like: the last, of a hybrid the last as its pattern says."""
+    """The layer that each further token repeats: the last one; of a hybrid, the last that its pattern names."""
     if run.hybrid is None:
         return len(has_experts) - 1
     wanted = run.hybrid.mtp_pattern == "*E"
