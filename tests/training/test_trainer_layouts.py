@@ -184,6 +184,18 @@ def test_a_resumed_bert_or_t5_is_the_one_that_was_not_stopped(kind: str, request
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_hundred_steps_in_fp32_have_stocks_losses_within_1e_4(data: Data, tmp_path: Path) -> None:
+    # The whole batch at once: a quarter of the time.
+    words = [*NO_DROPOUT, "--global-batch-size", "8", "--micro-batch-size", "8", "--train-iters", "100"]
+    stock = successful(run(data, tmp_path / "stock", *words))
+    tempo = successful(run(data, tmp_path / "tempo", *words, *TEMPO))
+    assert len(stock.losses) == 100 and stock.losses[-1] < stock.losses[0] - 0.5
+    assert tempo.losses != stock.losses  # it was not stock twice
+    assert tempo.losses == pytest.approx(stock.losses, rel=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", ["--use-tempo", "--no-use-tempo"])
 @pytest.mark.parametrize("stage", [1, *exhaustive([2], [3])])
 def test_bf16_stays_near_fp32(data: Data, references: References, tmp_path: Path, stage: int, switch: str) -> None:
