@@ -122,7 +122,7 @@ def read_nodes(nodes: Sequence[Any], output_names: frozenset[str]) -> StepGraph:
         calls = (
             before
             for before in node.mpi_node.pred_nodes
-            if any(made.mpi_buffer.size_alloc > made.mpi_buffer.size_free for made in before.get_outputs())
+            if any(each.mpi_buffer.size_alloc > each.mpi_buffer.size_free for each in before.get_outputs())
         )
         call = places[next(calls, node)]
         for buffer in node.get_outputs():

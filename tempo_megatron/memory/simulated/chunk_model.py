@@ -60,7 +60,7 @@ def leave_out_stand_ins(recompute: Iterable[str]) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def simulate_rank(tensor_parallel: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of so large a tensor-parallel group, on a CPU, with Megatron's random states."""
+    """Inside, this process is rank 0 of that many tensor-parallel ranks, on a CPU, with Megatron's random states."""
     cpu.use_cpu()
     with simulate_layout(tensor_parallel):
         model_parallel_cuda_manual_seed(1234)
