@@ -12,13 +12,13 @@ import os
 import socket
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.benchmark import Timer
 
 from tempo_megatron.cluster.host import describe_host
 from tempo_megatron.cluster.ranks import set_rank_environment
@@ -77,12 +77,18 @@ def meet(device: torch.device, mib: int) -> dict[str, Any]:
     dist.all_reduce(tensor)
     if not torch.all(tensor == world_size * (world_size + 1) / 2):
         raise RuntimeError(f"an all-reduce of {mib} MiB gave a wrong sum; the network or a GPU is broken")
-    given = {"reduce": dist.all_reduce, "tensor": tensor}
-    timer = Timer("reduce(tensor)", globals=given, num_threads=torch.get_num_threads())
-    seconds = statistics.median(timer.timeit(1).median for _ in range(_REPEATS))
+    seconds = statistics.median(_time_all_reduce(tensor) for _ in range(_REPEATS))
     carried = mib * 2**20 * 2 * (world_size - 1) / world_size
     reduced = {"bytes": mib * 2**20, "seconds": seconds, "bytes_per_second": carried / seconds}
     return {"backend": dist.get_backend(), "ranks": world_size, "hosts": list(hosts.values()), "all_reduce": reduced}
+
+
+def _time_all_reduce(tensor: torch.Tensor) -> float:
+    start = time.perf_counter()
+    dist.all_reduce(tensor)
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter() - start
 
 
 def find_faults(hosts: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:

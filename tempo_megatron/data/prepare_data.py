@@ -131,9 +131,10 @@ def _choose_input_files(options: Namespace, left_out: corpus.LeftOut) -> list[co
         files = corpus.take_first_bytes(files, options.max_bytes, left_out)
     if not files:
         raise DataError(f"there is no text in the input{_format_left_out(left_out)}; give other files with --input")
-    for file in () if options.skip_bad_lines else files:
-        if file.kind != "text":  # read the first line or row, before long work would fail at it
-            next(read_texts(corpus.cut_pieces([file])[0], options, corpus.LeftOut()), None)
+    if not options.skip_bad_lines:
+        for file in files:
+            if file.kind != "text":  # read the first line or row, before long work would fail at it
+                next(read_texts(corpus.cut_pieces([file])[0], options, corpus.LeftOut()), None)
     if options.json_key is not None and all(file.kind == "text" for file in files):
         raise DataError("--json-key is for .json and .jsonl files and tables, and the input has none; leave it out")
     return files

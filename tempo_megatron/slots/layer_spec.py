@@ -102,7 +102,7 @@ def get_stock_block_spec(config: Any, **others: Any) -> Any:
     """Megatron's decoder block of a GPT with the norms of `config`."""
     norms = {"normalization": config.normalization, "qk_l2_norm": getattr(config, "qk_l2_norm", False)}
     block = get_gpt_decoder_block_spec(config, **norms, **others)
-    if getattr(config, "q_lora_rank", 0) is None:
+    if getattr(config, "multi_latent_attention", False) and getattr(config, "q_lora_rank", 0) is None:
         # Without Transformer Engine it names a norm for the latent vector of q also where there is none, which
         # MLASelfAttention refuses from megatron-core 0.19 on.
         for layer in block.layer_specs:

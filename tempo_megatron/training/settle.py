@@ -50,7 +50,7 @@ class Start:
     task: Task
     vocabulary: Vocabulary
     identity: Mapping[str, Any]
-    """Of the data and its tokenizer: by it a run knows them again."""
+    """Checksums of the data and its tokenizer, which a resumed run compares."""
     device: torch.device
     save_folder: CheckpointFolder | None
     """The folder of --save, which no other run can write to."""

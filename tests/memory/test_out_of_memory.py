@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_job import Data, fork_beside, make_data, run, successful
+from training_job import Data, fork_beside, run, successful
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.live.out_of_memory import find_requested, is_out_of_memory
@@ -33,11 +33,6 @@ CUDA = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.02 GiB is free."
 )
 CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 def test_both_kinds_of_lack_are_known_and_how_much_was_asked_for() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from covering import exhaustive
-from training_job import Data, fork_beside, make_data, run, successful
+from training_job import Data, fork_beside, run, successful
 
 from tempo_megatron.cli import main
 from tempo_megatron.memory.tape.rows import format_size
@@ -17,11 +17,6 @@ LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2 "
     "--position-embedding-type rope --untie-embeddings-and-output-weights"
 ).split()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 def observe(data: Any, folder: Path, *extra: str, **settings: Any) -> dict[str, Any]:

@@ -12,9 +12,12 @@ from latent_cases import build_latent
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.tape.scopes import record_saved
+from tempo_megatron.slots.layer_spec import get_stock_block_spec
 from tempo_megatron.slots.report import report_on
 
 OFF, AUTO = TempoConfig.off(), TempoConfig()
@@ -135,3 +138,14 @@ def test_recomputed_attention_beside_recomputed_projections_is_refused():
     reason = "recompute_modules holds mla_up_proj, after which queries, keys and values are there too late to make the "
     with pytest.raises(ValueError, match=f'^{reason}.*; set tempo.attention to "flash" or "softmax" or "off"$'):
         build_latent(RECOMPUTE, **UP_PROJECTIONS)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("is_latent", "q_lora_rank", "has_norm"), [(True, 4, True), (True, None, False), (False, None, True)]
+)
+def test_only_latent_attention_without_a_vector_of_q_has_no_norm_of_q(is_latent, q_lora_rank, has_norm):
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "qk_layernorm": True}
+    config = MLATransformerConfig(**sizes, multi_latent_attention=is_latent, q_lora_rank=q_lora_rank)
+    (layer,) = get_stock_block_spec(config, use_transformer_engine=False).layer_specs
+    assert (layer.submodules.self_attention.submodules.q_layernorm is not IdentityOp) is has_norm
